@@ -1,0 +1,18 @@
+"""Commands of the `lora-spec` script: each module here defines `register(app)` and does nothing else on import.
+
+A command parses and calls one plain function of the library; heavy imports stay inside its body, so that
+`lora-spec --help` is quick and works in every tier.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import typer
+
+
+def register_all(app: typer.Typer) -> None:
+    """Register the commands of every module in this package, in the order of the modules' names."""
+    for module in sorted(pkgutil.iter_modules(__path__), key=lambda found: found.name):
+        importlib.import_module(f"{__name__}.{module.name}").register(app)
