@@ -1,4 +1,4 @@
-"""Commands of the `lora-spec` script: each module here defines `register(app)` and does nothing else on import.
+"""Commands of the `lora-spec` script: each module defines `register(app)` and does nothing else on import.
 
 A command parses and calls one plain function of the library; heavy imports stay inside its body, so that
 `lora-spec --help` is quick and works in every tier.
