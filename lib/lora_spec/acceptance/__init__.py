@@ -1,0 +1,47 @@
+"""Counts of accepted drafts to rates, paired effects and labels: one place where counts become rates."""
+
+from lora_spec.acceptance.counts import (
+    Censored,
+    Rates,
+    al_emitted,
+    al_vllm,
+    alpha_hat,
+    censor_last_step,
+    censor_requests,
+    check_requests,
+    compare,
+    conditional_rates,
+    pooled_rates,
+)
+from lora_spec.acceptance.effects import (
+    PairedEffect,
+    check_base_floor,
+    decide_effect,
+    paired_alpha,
+    paired_effect,
+    prompts_needed,
+    reliability,
+)
+from lora_spec.acceptance.labels import label_table
+
+__all__ = [
+    "Censored",
+    "PairedEffect",
+    "Rates",
+    "al_emitted",
+    "al_vllm",
+    "alpha_hat",
+    "censor_last_step",
+    "censor_requests",
+    "check_base_floor",
+    "check_requests",
+    "compare",
+    "conditional_rates",
+    "decide_effect",
+    "label_table",
+    "paired_alpha",
+    "paired_effect",
+    "pooled_rates",
+    "prompts_needed",
+    "reliability",
+]
