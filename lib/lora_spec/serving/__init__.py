@@ -1,0 +1,76 @@
+"""The room that touches vLLM: repairs of the CPU backend, and reproducible sampling.
+
+Importing this package imports neither vllm nor torch. `install_all` is called before `LLM(...)` when the
+engine runs in this process; other processes (an API server's engine core) get the same through vLLM's
+`vllm.general_plugins` entry point, which does nothing unless `LORA_SPEC_SERVING` is set.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+
+from lora_spec.errors import EngineError
+from lora_spec.serving.seeds import derive_draft_seed, derive_target_seed
+
+__all__ = [
+    "FIXES",
+    "derive_draft_seed",
+    "derive_target_seed",
+    "install_all",
+    "register",
+    "status",
+    "uninstall_all",
+]
+
+ENV = "LORA_SPEC_SERVING"
+
+_MODULES = {
+    "expand": "lora_spec.serving.cpu_fixes",
+    "grouped_lora": "lora_spec.serving.grouped_lora",
+    "draft_seeds": "lora_spec.serving.draft_seeds",
+}
+FIXES: tuple[str, ...] = tuple(_MODULES)
+
+
+def install_all(fixes: Sequence[str] = FIXES) -> dict[str, str]:
+    """Put the named fixes in place; doing it again changes nothing.
+
+    Args:
+        fixes: names out of `FIXES`.
+
+    Returns:
+        `status()` afterwards.
+
+    Raises:
+        EngineError: a name is unknown, or vLLM is absent or too different to be repaired safely.
+    """
+    for name in fixes:
+        if name not in _MODULES:
+            raise EngineError("unknown serving fix", where=name, fix=f"Use some of: {', '.join(FIXES)}")
+    for name in fixes:
+        importlib.import_module(_MODULES[name]).install()
+    return status()
+
+
+def uninstall_all() -> None:
+    """Give vLLM its own functions back (for comparisons with stock behaviour)."""
+    for module in _MODULES.values():
+        importlib.import_module(module).uninstall()
+
+
+def status() -> dict[str, str]:
+    """Return fix name -> "applied" | "not needed" | "not installed" for this process."""
+    return {name: importlib.import_module(module).status() for name, module in _MODULES.items()}
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`: install the fixes that `LORA_SPEC_SERVING` names.
+
+    Unset, empty or "0": nothing. "1" or "all": every fix. Otherwise a comma-separated list of names.
+    """
+    wanted = os.environ.get(ENV, "").strip()
+    if wanted in ("", "0"):
+        return
+    install_all(FIXES if wanted in ("1", "all") else [name.strip() for name in wanted.split(",")])

@@ -1,0 +1,94 @@
+"""Speculative decoding at temperature > 0 on vLLM's CPU backend.
+
+`vllm/utils/cpu_triton_utils.py::_expand_kernel_impl` (0.32) hands its C++ kernel `_ensure_int64(output)`.
+For a float tensor that is a copy, so the per-token temperatures (and top-p) that the rejection sampler asks
+for remain uninitialised memory: the target is sampled at a random temperature, silently. `install` replaces
+the caller, `rejection_sampler.expand_batch_to_tokens`, by a plain torch version that is right for every
+dtype. It asks the stock kernel for a tiny expansion first and steps aside where the answer is right.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lora_spec.serving._patching import APPLIED, NOT_INSTALLED, NOT_NEEDED, Fix, warn_if_untested
+
+if TYPE_CHECKING:
+    import torch
+
+_FIX = Fix("expand")
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    num_tokens: int,
+    replace_from: float = 0,
+    replace_to: float = 0,
+) -> torch.Tensor:
+    """Repeat each request's value over its tokens.
+
+    Args:
+        x: [batch], any dtype.
+        cu_num_tokens: [batch] integers, the running total of the requests' token counts.
+        num_tokens: the total.
+        replace_from: values of x equal to this ...
+        replace_to: ... become this.
+
+    Returns:
+        [num_tokens] of x's dtype: x = [a, b, c] with totals [2, 5, 6] gives [a, a, b, b, b, c].
+    """
+    import torch
+
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).to(torch.long)
+    values = torch.where(x == replace_from, torch.as_tensor(replace_to, dtype=x.dtype, device=x.device), x)
+    return torch.repeat_interleave(values, counts, output_size=num_tokens)
+
+
+def stock_is_wrong() -> bool:
+    """Whether this vLLM's own expansion gives wrong float values (asked, not looked up by version)."""
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    if not current_platform.is_cpu() or HAS_TRITON:
+        return False  # the fault is in the C++ stand-in for Triton
+    import vllm._custom_ops  # noqa: F401  (loads the C++ kernels)
+    from vllm.utils.cpu_triton_utils import _expand_kernel_impl
+
+    # The right answers exist only as Python floats: no freed tensor can have left them in the memory that
+    # `new_empty` hands out, which would make a wrong kernel look right. Greedy (0) becomes 1.
+    cases = (([0.75, 0.0, 0.3125], [2, 5, 6]), ([1.5, 0.6875], [1, 4]), ([0.0, 2.25], [3, 4]))
+    for values, totals in cases:
+        x, cu = torch.tensor(values), torch.tensor(totals, dtype=torch.int32)
+        out = x.new_empty(totals[-1])
+        _expand_kernel_impl(out, x, cu, 0, 1)
+        counts = [b - a for a, b in zip([0, *totals], totals, strict=False)]
+        if out.tolist() != [v or 1.0 for v, n in zip(values, counts, strict=True) for _ in range(n)]:
+            return True
+    return False
+
+
+def install() -> str:
+    """Repair the expansion where it is wrong; returns `status()`."""
+    if _FIX.state != NOT_INSTALLED:
+        return _FIX.state
+    if not stock_is_wrong():
+        _FIX.state = NOT_NEEDED
+        return _FIX.state
+    warn_if_untested(_FIX.name)
+    from vllm.v1.sample import rejection_sampler
+
+    _FIX.replace(rejection_sampler, "expand_batch_to_tokens", expand_batch_to_tokens)
+    _FIX.state = APPLIED
+    return _FIX.state
+
+
+def uninstall() -> None:
+    """Give vLLM its own expansion back."""
+    _FIX.remove()
+
+
+def status() -> str:
+    """Return "applied", "not needed" or "not installed"."""
+    return _FIX.state
