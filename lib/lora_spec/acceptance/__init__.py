@@ -12,6 +12,7 @@ from lora_spec.acceptance.counts import (
     compare,
     conditional_rates,
     pooled_rates,
+    position_counts,
 )
 from lora_spec.acceptance.effects import (
     PairedEffect,
@@ -42,6 +43,7 @@ __all__ = [
     "paired_alpha",
     "paired_effect",
     "pooled_rates",
+    "position_counts",
     "prompts_needed",
     "reliability",
 ]

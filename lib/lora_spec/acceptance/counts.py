@@ -254,31 +254,43 @@ def conditional_rates(requests: pd.DataFrame, k: int) -> np.ndarray:
     """Share of drafts accepted at position i among the draft steps whose verdict at i was output
     (Kaplan-Meier).
 
-    A last step cut at emission is at risk up to the cut only. Requests with a step that drafted fewer than
-    ``k`` are left out, because the table does not say which step that was.
+    See `position_counts` for which steps and requests count.
 
     Returns:
         float64 of shape (k,); NaN where no step reached the position.
     """
-    full = requests[requests["drafted"] == k * requests["steps_accepted"].map(len)]
-    full = full[full["drafted"] > 0]
-    steps = full["steps_accepted"].tolist()
-    accepted = _flat(steps)
-    rejected = accepted < k
-    request = np.repeat(np.arange(len(full)), [len(s) for s in steps])
-    last = np.cumsum([len(s) for s in steps], dtype=np.int64) - 1
-    lost = (
-        np.bincount(request, weights=accepted, minlength=len(full)).astype(np.int64)
-        - full["accepted_emitted"]
-    )
-    seen = np.bincount(request, weights=rejected, minlength=len(full)).astype(np.int64) == full["rejections"]
-    accepted[last] -= lost.to_numpy()
-    rejected[last] &= seen.to_numpy()
-    position = np.arange(1, k + 1)
-    passed = (accepted[:, None] >= position).sum(axis=0)
-    failed = (rejected[:, None] & (accepted[:, None] + 1 == position)).sum(axis=0)
+    passed, failed = (counts.sum(axis=0) for counts in position_counts(requests, k))
     at_risk = passed + failed
     return np.divide(passed, at_risk, out=np.full(k, np.nan), where=at_risk > 0)
+
+
+def position_counts(requests: pd.DataFrame, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draft steps of each request that accepted, and that rejected, the draft at each position.
+
+    A last step cut at emission counts up to the cut only. Requests with a step that drafted fewer than ``k``
+    count nothing, because the table does not say which step that was.
+
+    Returns:
+        ``(accepted, rejected)``, int64 of shape (requests, k), rows in the table's order.
+    """
+    n = len(requests)
+    lengths = requests["steps_accepted"].map(len).to_numpy(dtype=np.int64)
+    drafted = requests["drafted"].to_numpy(dtype=np.int64)
+    used = (drafted == k * lengths) & (drafted > 0)
+    lengths = np.where(used, lengths, 0)
+    accepted = _flat([s for s, use in zip(requests["steps_accepted"], used, strict=True) if use])
+    request = np.repeat(np.arange(n), lengths)
+    rejected = accepted < k
+    last = (np.cumsum(lengths) - 1)[used]
+    lost = np.bincount(request, weights=accepted, minlength=n).astype(np.int64) - requests["accepted_emitted"]
+    seen = np.bincount(request, weights=rejected, minlength=n).astype(np.int64) == requests["rejections"]
+    accepted[last] -= lost.to_numpy(dtype=np.int64)[used]
+    rejected[last] &= seen.to_numpy()[used]
+    position = np.arange(1, k + 1)
+    counts = [np.zeros((n, k), dtype=np.int64) for _ in range(2)]
+    np.add.at(counts[0], request, accepted[:, None] >= position)
+    np.add.at(counts[1], request, rejected[:, None] & (accepted[:, None] + 1 == position))
+    return counts[0], counts[1]
 
 
 def k_mismatch(what: str, depths: Sequence[int]) -> EvidenceError:
