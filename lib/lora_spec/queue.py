@@ -93,7 +93,7 @@ def run_queue(
 ) -> QueueReport:
     """Run every unit that is not done, at most ``workers`` at a time.
 
-    A failing unit does not stop the others. When the queue is interrupted or killed, its subprocesses end too.
+    A failing unit does not stop the others. When the queue is interrupted or killed, its children end too.
 
     Args:
         units: in the order to start them.

@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
             typer.Option("--record-hashes", help="Write the trained hashes to params/adapter_hashes.yaml."),
         ] = False,
     ) -> None:
-        """Train the LoRA adapters declared in params/adapter_pool.yaml (cpu tier; about a minute of CPU each).
+        """Train the LoRA adapters declared in params/adapter_pool.yaml (cpu tier, about a CPU-minute each).
 
         Saved whole after each adapter; a killed run is continued by the next.
         """
@@ -48,23 +48,15 @@ def _print(states: list, title: str) -> None:
 
     weights = {None: "", True: ", weights as recorded", False: ", weights differ from the recorded"}
     table = Table(title=title)
-    for name in ("adapter", "domain", "modules", "rank", "alpha", "rate", "steps", "CPU-s", "state"):
-        table.add_column(
-            name, justify="left" if name in ("adapter", "domain", "modules", "state") else "right"
-        )
+    for name in ("adapter", "alpha", "rate", "CPU-s", "state"):
+        table.add_column(name, justify="left" if name in ("adapter", "state") else "right", no_wrap=True)
     for state in states:
         recipe = state.recipe
-        scale = f"{recipe.alpha}{' (rs)' if recipe.rslora else ''}"
         table.add_row(
-            *(
-                recipe.name,
-                recipe.domain,
-                recipe.modules,
-                str(recipe.rank),
-                scale,
-                f"{recipe.learning_rate:g}",
-            ),
-            *(str(recipe.steps), f"{state.cpu_seconds:.0f}"),
+            recipe.name,
+            f"{recipe.alpha}{' (rs)' if recipe.rslora else ''}",
+            f"{recipe.learning_rate:g}",
+            f"{state.cpu_seconds:.0f}",
             state.problem or f"done{weights[state.reproduced]}",
         )
     Console(soft_wrap=True).print(table)

@@ -31,11 +31,11 @@ def register(app: typer.Typer) -> None:
                 typer.echo(rel(path))
             return
         table = Table(title="Pocket pair (plan only; nothing was fetched)")
-        for name in ("model", "stage", "MB", "state", "path"):
-            table.add_column(name, justify="right" if name == "MB" else "left")
+        for name in ("model", "stage", "MB", "state"):
+            table.add_column(name, justify="right" if name == "MB" else "left", no_wrap=name == "model")
         stages = plan_pocket()
         for stage in stages:
             state = "verified" if stage.done else "to do"
-            table.add_row(stage.key, stage.what, f"{stage.megabytes:.0f}", state, rel(stage.path))
+            table.add_row(stage.key, stage.what, f"{stage.megabytes:.0f}", state)
         Console().print(table)
         typer.echo("Nothing to do." if all(s.done for s in stages) else "Run it with --execute.")
