@@ -55,6 +55,17 @@ def corpus_path(domain: str) -> Path:
     return domain_dir(domain) / "train.jsonl"
 
 
+def corpora_missing(domains: Sequence[str]) -> MissingTierError:
+    """The error of adapters whose corpora are not built."""
+    only = "".join(f" --only {domain}" for domain in domains)
+    return MissingTierError(
+        f"the corpus of {', '.join(domains)} is not built",
+        where=rel(corpus_path(domains[0])),
+        fix=f"run: lora-spec corpora --execute{only}",
+        code="corpus_missing",
+    )
+
+
 def read_side_file(directory: Path) -> dict[str, Any] | None:
     """``lora_spec.json`` of an adapter directory, or None when there is none that can be read."""
     try:
@@ -137,12 +148,7 @@ def train_adapters(only: Sequence[str] = (), *, workers: int = 2) -> QueueReport
     todo = [r for r in recipes if find_adapter_problem(trained_dir(r.name), r.name, pool)]
     missing = sorted({r.domain for r in todo if not corpus_path(r.domain).is_file()})
     if missing:
-        raise MissingTierError(
-            f"the corpus of {', '.join(missing)} is not built",
-            where=rel(corpus_path(missing[0])),
-            fix="run: lora-spec corpora --execute",
-            code="corpus_missing",
-        )
+        raise corpora_missing(missing)
     remove_stale_temporaries(cache_dir() / "adapters")
     units = [
         Unit(

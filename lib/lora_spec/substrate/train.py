@@ -26,6 +26,7 @@ from lora_spec.substrate.adapters import (
     ADAPTER_WEIGHTS,
     SIDE_FILE,
     SIDE_SCHEMA,
+    corpora_missing,
     corpus_path,
     find_adapter_problem,
     trained_dir,
@@ -203,16 +204,15 @@ def train_named(name: str, say: Say = lambda line: None) -> Path:
         say(f"{name}: done before")
         return directory
     say(f"{name}: {problem}")
+    if not corpus_path(recipe.domain).is_file():
+        raise corpora_missing([recipe.domain])
     entry, base = load_models().model(pool.training.base), require_model(pool.training.base)
+    side = side_values(pool, recipe) | {"corpus_sha256": sha256_file(corpus_path(recipe.domain))}
     texts = [document.text for document in read_documents(recipe.domain, "train")]
     start = time.process_time()
     trained = train(recipe, pool.training, base, texts, base_name=entry.base_name, say=say)
     with atomic_dir(directory) as temporary:
-        save(
-            trained,
-            temporary,
-            side_values(pool, recipe) | {"corpus_sha256": sha256_file(corpus_path(recipe.domain))},
-        )
+        save(trained, temporary, side)
     seconds = time.process_time() - start
     say(f"{name}: final loss {trained.final_loss:.4f}, {seconds:.0f} CPU-s, {rel(directory)}")
     return directory
