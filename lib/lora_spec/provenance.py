@@ -272,7 +272,7 @@ def record_problems(path: Path, record: Record) -> Iterator[str]:
 def load_records(
     directory: Path | str, *, allow: Collection[str] = (EvidenceClass.MEASURED,)
 ) -> dict[str, Record]:
-    """All records directly in ``directory``, by file stem, in sorted order; checked as by :func:`load_record`.
+    """All records directly in ``directory``, by file stem, sorted; checked as by :func:`load_record`.
 
     Raises:
         EvidenceError: the directory holds no record, or one is not acceptable.
@@ -280,7 +280,9 @@ def load_records(
     folder = Path(directory)
     paths = sorted(folder.glob("*.json"))
     if not paths:
-        raise EvidenceError("no records here", where=rel(folder), fix="measure first, or restore the evidence")
+        raise EvidenceError(
+            "no records here", where=rel(folder), fix="measure first, or restore the evidence"
+        )
     return {path.stem: load_record(path, allow=allow) for path in paths}
 
 

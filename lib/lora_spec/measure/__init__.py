@@ -1,0 +1,1 @@
+"""Collectors: real acceptance in vLLM, and teacher-forced overlap. Heavy packages are imported when used."""

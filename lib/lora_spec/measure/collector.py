@@ -1,0 +1,230 @@
+"""Plan, run and resume a screen: one record a unit, controls first, then base arms, then adapters."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lora_spec.errors import EvidenceError, LoraSpecError
+from lora_spec.measure.design import (
+    GENERAL,
+    Design,
+    MeasureUnit,
+    UnitKind,
+    base_unit_name,
+    find_unit,
+    load_design,
+)
+from lora_spec.measure.inputs import Inputs, validate
+from lora_spec.paths import cache_dir, rel
+from lora_spec.provenance import EvidenceClass, Record, load_record, new_record, write_record
+
+Task = Literal["acceptance", "overlap"]
+State = Literal["done", "to do", "stale"]
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """One row of the plan."""
+
+    unit: MeasureUnit
+    path: Path
+    state: State
+    requests: int
+
+
+def unit_config(design: Design, unit: MeasureUnit, task: Task) -> dict[str, Any]:
+    """A record's config: what decides the numbers, and nothing else.
+
+    Which other adapters a design lists changes no number of this unit, so the list is left out; a grown pool
+    keeps its records.
+    """
+    config = design.config()
+    del config["adapters"]
+    if unit.kind is not UnitKind.CONTROL:
+        del config["controls"]["fp32_adapters"]
+    return {"design": config, "unit": asdict(unit) | {"kind": unit.kind.value}, "task": task}
+
+
+class Collector:
+    """One task (counted acceptance in vLLM, or teacher-forced overlap) over one design."""
+
+    def __init__(self, design_path: str, task: Task) -> None:
+        self.design_path = design_path
+        self.task: Task = task
+        self.design = load_design(design_path)
+        self.inputs = Inputs(self.design)
+        self.directory = self.design.directory()
+        if task == "overlap":
+            self.directory = self.directory.with_name("overlap")
+
+    def units(self) -> list[MeasureUnit]:
+        """Units of the task, in order."""
+        if self.task == "acceptance":
+            return self.inputs.units
+        return [u for u in self.inputs.units if u.kind is not UnitKind.CONTROL and u.domain != GENERAL]
+
+    def path(self, unit: MeasureUnit) -> Path:
+        """Record of ``unit``."""
+        return self.directory / f"{unit.name}.json"
+
+    def state(self, unit: MeasureUnit) -> State:
+        """``done`` only if the record is whole, of this design and of these very inputs."""
+        path = self.path(unit)
+        if not path.exists():
+            return "to do"
+        try:
+            record = load_record(path)
+        except EvidenceError:
+            return "stale"
+        current = unit_config(self.design, unit, self.task) == record.config
+        return "done" if current and self.inputs.revisions(unit) == record.revisions else "stale"
+
+    def plan(self) -> list[PlannedUnit]:
+        """Every unit with its state. Inputs must be valid (see :meth:`problems`)."""
+        rows = []
+        for unit in self.units():
+            prompts = sum(self.design.range_of(s).count for s in unit.prompt_sets)
+            decodings = len(self.design.decodings) if self.task == "acceptance" else 1
+            rows.append(PlannedUnit(unit, self.path(unit), self.state(unit), prompts * decodings))
+        return rows
+
+    def problems(self) -> list[str]:
+        """What is wrong with the frozen inputs, without importing torch or vLLM."""
+        return validate(self.inputs, self.units())
+
+    def covers(self, unit: MeasureUnit) -> dict[str, list[str]]:
+        """What the record of ``unit`` is about."""
+        adapter = [] if unit.adapter is None else [self.inputs.adapter(unit.adapter).content_hash]
+        domain = [] if unit.domain in (None, GENERAL) else [str(unit.domain)]
+        sets = unit.prompt_sets if unit.kind is not UnitKind.CONTROL else ()
+        if self.task == "overlap":
+            sets = sets[:1]
+        prompts = [f"{s}/{i}" for s in sets for i in self.inputs.indices(s)]
+        return {"adapters": adapter, "domains": domain, "prompts": prompts}
+
+    def execute_unit(self, name: str) -> Record:
+        """Run one unit in this process and write its record.
+
+        Raises:
+            LoraSpecError: an input is wrong, a prerequisite missing, or a control fails; nothing is written.
+        """
+        unit = find_unit(self.units(), name)
+        self.inputs.verify_models()
+        self._require_prerequisites(unit)
+        if self.task == "acceptance":
+            from lora_spec.measure.controls import run_unit
+            from lora_spec.measure.units import ArmRunner
+
+            outcome = run_unit(ArmRunner(self.inputs), unit)
+            results, tables, fixes = outcome.results, outcome.tables, outcome.fixes
+        else:
+            from lora_spec.measure.overlap import score_unit
+
+            results, tables, fixes = *score_unit(self.inputs, unit), {}
+        record = new_record(
+            experiment=f"{self.design.experiment}/{self.task}",
+            tier=self.design.tier,
+            phase=self.design.phase,
+            evidence_class=EvidenceClass.MEASURED,
+            config=unit_config(self.design, unit, self.task),
+            seed=self.design.seed,
+            revisions=self.inputs.revisions(unit),
+            covers=self.covers(unit),
+            results=results,
+            runtime_extra={"engine_fixes": fixes} if fixes else {},
+        )
+        return write_record(self.path(unit), record, tables)
+
+    def _require_prerequisites(self, unit: MeasureUnit) -> None:
+        """Controls before bases, and the base arm of each prompt set before an adapter on it."""
+        if self.task == "overlap" or unit.kind is UnitKind.CONTROL:
+            return
+        needed = [u.name for u in self.units() if u.kind is UnitKind.CONTROL]
+        if unit.kind is UnitKind.ADAPTER:
+            needed += [base_unit_name(s) for s in unit.prompt_sets]
+        for name in needed:
+            if self.state(find_unit(self.units(), name)) != "done":
+                raise LoraSpecError(
+                    f"{name} must be measured and pass before {unit.name}",
+                    fix="run the whole design; units come in order",
+                    code="prerequisite",
+                )
+
+    def execute(self, *, workers: int = 2, only: Sequence[str] = (), replace_stale: bool = False) -> None:
+        """Run every unit that is not done, in subprocesses, stage by stage.
+
+        Raises:
+            LoraSpecError: invalid inputs, stale records without ``replace_stale``, or failed units.
+        """
+        from lora_spec.queue import Unit, run_queue
+
+        problems = self.problems()
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise LoraSpecError(problems[0] + more, where=self.design.experiment)
+        rows = self.plan()
+        if only:
+            known = {row.unit.name for row in rows}
+            unknown = [name for name in only if name not in known]
+            if unknown:
+                raise LoraSpecError(f"no unit {unknown[0]} in this design", where=self.design_path)
+        stale = [row for row in rows if row.state == "stale"]
+        if stale and not replace_stale:
+            raise LoraSpecError(
+                f"{len(stale)} records are of another design, of other inputs or damaged",
+                where=rel(stale[0].path),
+                fix="move them away, or pass --replace-stale to measure again",
+                code="stale",
+            )
+        for kind in UnitKind:
+            todo = [
+                row
+                for row in rows
+                if row.unit.kind is kind and row.state != "done" and (not only or row.unit.name in only)
+            ]
+            units = [
+                Unit(
+                    name=row.unit.name,
+                    argv=[
+                        sys.executable,
+                        "-m",
+                        "lora_spec.measure.collector",
+                        self.design_path,
+                        self.task,
+                        row.unit.name,
+                    ],
+                    is_done=lambda row=row: self.state(row.unit) == "done",
+                )
+                for row in todo
+            ]
+            if units:
+                run_queue(
+                    units,
+                    workers=workers,
+                    threads_per_worker=self.design.engine.threads,
+                    log_dir=cache_dir().parent / "logs" / self.directory.name,
+                )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one unit: ``python -m lora_spec.measure.collector DESIGN TASK UNIT``."""
+    parser = argparse.ArgumentParser(description="Run one unit of a measurement design in this process.")
+    parser.add_argument("design")
+    parser.add_argument("task", choices=["acceptance", "overlap"])
+    parser.add_argument("unit")
+    args = parser.parse_args(argv)
+    try:
+        Collector(args.design, args.task).execute_unit(args.unit)
+    except LoraSpecError as error:
+        print(f"lora-spec: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Is greedy speculation token-identical to plain greedy decoding, up to ties that numerics may break?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lora_spec.measure.engine import Completion
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """First place where two greedy outputs of one prompt differ.
+
+    Attributes:
+        request: index of the request.
+        position: index of the first differing output token.
+        gap: plain target's top-1 minus top-2 log-probability there, nats.
+    """
+
+    request: int
+    position: int
+    gap: float
+
+
+def first_divergences(plain: Sequence[Completion], speculative: Sequence[Completion]) -> list[Divergence]:
+    """Compare outputs request by request; ``plain`` must carry ``top2``.
+
+    One output being a proper prefix of the other is a divergence at the first missing token.
+    """
+    found = []
+    for index, (a, b) in enumerate(zip(plain, speculative, strict=True)):
+        if a.tokens == b.tokens:
+            continue
+        shared = min(len(a.tokens), len(b.tokens))
+        position = next((i for i in range(shared) if a.tokens[i] != b.tokens[i]), shared)
+        at = min(position, len(a.top2) - 1)
+        found.append(Divergence(index, position, a.top2[at][0] - a.top2[at][1]))
+    return found
+
+
+def losslessness(
+    plain: Sequence[Completion], speculative: Sequence[Completion], near_tie: float
+) -> dict[str, object]:
+    """Summary for a record: how many outputs are identical, and the largest gap at a first divergence.
+
+    ``lossless`` holds when every first divergence lies at a near-tie: a gap of at most ``near_tie`` nats.
+    """
+    divergences = first_divergences(plain, speculative)
+    gaps = [d.gap for d in divergences]
+    return {
+        "requests": len(plain),
+        "identical": len(plain) - len(divergences),
+        "max_gap_nats": max(gaps, default=0.0),
+        "near_tie_nats": near_tie,
+        "divergences": [
+            {"request": d.request, "position": d.position, "gap_nats": d.gap} for d in divergences
+        ],
+        "lossless": all(gap <= near_tie for gap in gaps),
+    }

@@ -1,0 +1,81 @@
+"""Engine sessions, each in a process of its own: an engine leaves global state behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lora_spec.errors import EngineError
+from lora_spec.measure.engine import Completion, EngineSpec, Request, prepare_process, running_engine
+
+
+@dataclass(frozen=True)
+class Call:
+    """One ``generate`` over a list of requests."""
+
+    requests: Sequence[Request]
+    temperature: float
+    max_tokens: int
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class SessionResult:
+    """Completions per call, and what the engine's process reports of its mendings."""
+
+    completions: list[list[Completion]]
+    fixes: dict[str, str]
+
+
+def run_calls(spec: EngineSpec, calls: Sequence[Call]) -> SessionResult:
+    """Start an engine here, serve ``calls`` in order, stop it."""
+    from lora_spec.serving import status
+
+    with running_engine(spec) as engine:
+        completions = [
+            engine.generate(
+                call.requests,
+                temperature=call.temperature,
+                max_tokens=call.max_tokens,
+                logprobs=call.logprobs,
+            )
+            for call in calls
+        ]
+        return SessionResult(completions, dict(status()))
+
+
+def _child(connection: Any, spec: EngineSpec, calls: Sequence[Call]) -> None:
+    try:
+        connection.send(run_calls(spec, calls))
+    except BaseException as error:
+        connection.send(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")
+        raise
+
+
+def run_session(spec: EngineSpec, calls: Sequence[Call]) -> SessionResult:
+    """:func:`run_calls` in a fresh process.
+
+    Raises:
+        EngineError: the engine process failed or was killed.
+    """
+    prepare_process(spec.params)
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(sender, spec, list(calls)))
+    process.start()
+    sender.close()
+    try:
+        answer = receiver.recv()
+    except EOFError:
+        answer = "the process ended without an answer"
+    finally:
+        receiver.close()
+        if sys.exc_info()[0] is not None and not isinstance(sys.exc_info()[1], EOFError):
+            process.terminate()
+        process.join()
+    if isinstance(answer, str):
+        raise EngineError("the engine session failed", where=answer, fix="see the unit's log")
+    return answer
