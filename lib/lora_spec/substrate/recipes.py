@@ -1,0 +1,122 @@
+"""``params/corpora.yaml``: pinned sources, and how each domain is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from lora_spec.errors import ParamsError
+from lora_spec.files import canonical_sha256
+from lora_spec.params import StrictModel, load_params
+from lora_spec.substrate.extractors import EXTRACTORS, TRANSFORMS
+
+SPLITS = ("train", "calibration", "heldout")
+Split = Literal["train", "calibration", "heldout"]
+Family = Literal["language", "code", "structured", "register", "controlled"]
+
+
+class Source(StrictModel):
+    """One pinned wheel and its licence."""
+
+    package: str
+    version: str
+    filename: str = Field(pattern=r"^[A-Za-z0-9_.+-]+\.whl$")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    bytes: int
+    licence: str
+    licence_evidence: str
+    content: str
+
+
+class Selection(StrictModel):
+    """Members of one source that a domain reads."""
+
+    source: str
+    include: list[str]
+    exclude: list[str] = Field(default_factory=list)
+
+
+class Outputs(StrictModel):
+    """Hashes of the three files a build writes."""
+
+    train: str
+    calibration: str
+    heldout: str
+
+
+class Domain(StrictModel):
+    """How one domain's documents are made: extracted from sources, or another domain's, transformed."""
+
+    family: Family
+    summary: str
+    document: str
+    extractor: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    sources: list[Selection] = Field(default_factory=list)
+    transform: str | None = None
+    of: str | None = None
+    max_chars: int = 1_200_000
+    max_document_chars: int = 8_000
+    calibration_share: float = 0.10
+    heldout_share: float = 0.18
+    near_duplicate: float = 0.5
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Domain:
+        if (self.extractor is None) == (self.transform is None):
+            raise ValueError("give either extractor and sources, or transform and of")
+        if self.extractor is not None and (self.extractor not in EXTRACTORS or not self.sources):
+            raise ValueError(f"extractor must be one of {sorted(EXTRACTORS)}, with sources")
+        if self.transform is not None and (self.transform not in TRANSFORMS or self.of is None):
+            raise ValueError(f"transform must be one of {sorted(TRANSFORMS)}, with the domain it is of")
+        return self
+
+
+class CorporaParams(StrictModel):
+    """``params/corpora.yaml``."""
+
+    schema_: str = Field(alias="schema", pattern=r"^lora-spec-corpora/1$")
+    sources: dict[str, Source]
+    domains: dict[str, Domain]
+    output_sha256: dict[str, Outputs] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _known_names(self) -> CorporaParams:
+        for name, domain in self.domains.items():
+            unknown = [s.source for s in domain.sources if s.source not in self.sources]
+            if unknown:
+                raise ValueError(f"domain {name} reads unknown source {unknown[0]}")
+            if domain.of is not None and (domain.of not in self.domains or self.domains[domain.of].of):
+                raise ValueError(f"domain {name} must be of a domain that is extracted")
+        return self
+
+
+def load_corpora(path: Path | str = "corpora.yaml") -> CorporaParams:
+    """Read and check ``params/corpora.yaml``."""
+    return load_params(CorporaParams, path)
+
+
+def select(params: CorporaParams, only: Iterable[str] | None) -> list[str]:
+    """Names of the wanted domains, each after the domain it is of.
+
+    Raises:
+        ParamsError: an unknown domain.
+    """
+    wanted = list(only or params.domains)
+    for name in wanted:
+        if name not in params.domains:
+            raise ParamsError("unknown domain", where=name, fix=f"Known: {', '.join(params.domains)}")
+    needed = dict.fromkeys(params.domains[name].of or name for name in wanted)
+    return [*needed, *(name for name in dict.fromkeys(wanted) if name not in needed)]
+
+
+def recipe_sha256(params: CorporaParams, name: str) -> str:
+    """Hash of all that decides a domain's bytes: its entry, its sources' hashes, and what it is of."""
+    domain = params.domains[name]
+    recipe = domain.model_dump(exclude={"summary", "document"})
+    recipe["pins"] = {s.source: params.sources[s.source].sha256 for s in domain.sources}
+    recipe["of_recipe"] = recipe_sha256(params, domain.of) if domain.of else None
+    return canonical_sha256(recipe)
