@@ -1,0 +1,92 @@
+"""Shapes and names of the linear modules of a Llama-like base model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lora_spec.errors import CheckpointError
+
+MODULE_TYPES = ("q", "k", "v", "o", "gate", "up", "down")
+BLOCK_OF = {"q": "self_attn", "k": "self_attn", "v": "self_attn", "o": "self_attn",
+            "gate": "mlp", "up": "mlp", "down": "mlp"}  # fmt: skip
+FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+
+
+@dataclass(frozen=True)
+class BaseGeometry:
+    """Shapes of a base whose blocks are ``<prefix>layers.<i>.{self_attn,mlp}.<type>_proj``.
+
+    Attributes:
+        num_layers: number of blocks.
+        hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size: sizes, in elements.
+        prefix: what module names begin with, ``"model."`` for Llama and Qwen.
+        name: label of the base (compared with ``base_model_name_or_path``), or empty.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    prefix: str = "model."
+    name: str = ""
+
+    @classmethod
+    def from_hf_config(
+        cls, config: Mapping[str, Any], *, name: str = "", prefix: str = "model."
+    ) -> BaseGeometry:
+        """Geometry from a transformers ``config.json`` (or the same keys in a parameter file).
+
+        Raises:
+            CheckpointError: ``bad_config`` where a size is missing or no positive integer.
+        """
+
+        def size(key: str, default: int | None = None) -> int:
+            value = config.get(key)
+            value = default if value is None else value
+            if type(value) is not int or value <= 0:
+                raise CheckpointError(
+                    f"base config: {key} is not a positive integer", where=name or None, code="bad_config"
+                )
+            return value
+
+        hidden, heads = size("hidden_size"), size("num_attention_heads")
+        return cls(
+            num_layers=size("num_hidden_layers"),
+            hidden_size=hidden,
+            num_heads=heads,
+            num_kv_heads=size("num_key_value_heads", heads),
+            head_dim=size("head_dim", hidden // heads),
+            intermediate_size=size("intermediate_size"),
+            vocab_size=size("vocab_size"),
+            prefix=prefix,
+            name=name,
+        )
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Module type → (out_features, in_features)."""
+        attention, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "q": (attention, self.hidden_size),
+            "k": (kv, self.hidden_size),
+            "v": (kv, self.hidden_size),
+            "o": (self.hidden_size, attention),
+            "gate": (self.intermediate_size, self.hidden_size),
+            "up": (self.intermediate_size, self.hidden_size),
+            "down": (self.hidden_size, self.intermediate_size),
+        }
+
+    def shape(self, module_type: str) -> tuple[int, int]:
+        """(out_features, in_features) of a type, or of a fused one (outputs stacked in order)."""
+        parts = FUSED.get(module_type, (module_type,))
+        return sum(self.shapes[part][0] for part in parts), self.shapes[parts[0]][1]
+
+    def has(self, prefix: str, layer: int) -> bool:
+        """Whether a block of that prefix and index exists."""
+        return prefix == self.prefix and layer < self.num_layers
