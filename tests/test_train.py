@@ -1,0 +1,324 @@
+"""Adapter training: recipes, data order, determinism, what is written, and what counts as done."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from lora_spec.errors import CheckpointError, MissingTierError, ParamsError
+from lora_spec.files import sha256_file
+from lora_spec.models import load_models
+from lora_spec.params import validate
+from lora_spec.paths import examples_dir, params_dir
+from lora_spec.pool import Pool, Recipe, Training, load_pool, load_pool_file, load_recorded_hashes
+from lora_spec.substrate import adapters, train
+from lora_spec.substrate.corpora import load_corpora
+from tiny_llama import make_tiny_llama
+
+TEXTS = [f"line {number} of a made-up text that repeats itself, {number * 7919}" for number in range(60)]
+"""Documents of about 50 byte tokens each."""
+
+
+def recipe(**changes: object) -> Recipe:
+    values = {
+        "name": "tiny-r2-all-s3",
+        "domain": "german",
+        "family": "language",
+        "modules": "all",
+        "rank": 2,
+        "alpha": 4,
+        "learning_rate": 0.01,
+        "steps": 3,
+        "seed": 5,
+        "licence": "Apache-2.0",
+    }
+    return Recipe(**(values | changes))
+
+
+def training(**changes: object) -> Training:
+    values = load_pool_file().training.model_dump() | {"block_tokens": 32}
+    return Training(**(values | changes))
+
+
+# What is declared.
+
+
+def test_pool_covers_domains_families_and_ranks() -> None:
+    pool = load_pool()
+    assert len(pool) >= 12
+    assert len({r.domain for r in pool.values()}) >= 7
+    assert {r.family for r in pool.values()} == {"language", "code", "structured", "register", "controlled"}
+    ranks = {r.rank for r in pool.values()}
+    assert (min(ranks), max(ranks)) == (4, 64)
+    assert {r.modules for r in pool.values()} == {"qv", "attention", "mlp", "all"}
+    assert any(r.rslora for r in pool.values())
+    assert len({r.seed for r in pool.values()}) == len(pool)
+
+
+def test_pool_agrees_with_the_corpora_and_the_base() -> None:
+    pool, domains = load_pool_file(), load_corpora().domains
+    for r in pool.adapters:
+        assert domains[r.domain].family == r.family
+        modules = f"{r.modules}-s{r.steps}"
+        assert r.name == f"{r.domain.replace('_', '-')}-r{r.rank}-{modules}"
+    assert load_models().model(pool.training.base).status == "frozen"
+
+
+def test_recorded_hashes_belong_to_declared_recipes() -> None:
+    pool = load_pool_file()
+    for name, hashes in load_recorded_hashes().items():
+        assert hashes.recipe_sha256 == pool.recipe_sha256(name), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learning_rat": 1}, "unknown parameter adapters.0.learning_rat"),
+        ({"rank": 0}, "adapters.0.rank"),
+        ({"rank": "eight"}, "adapters.0.rank"),
+        ({"modules": "everything"}, "adapters.0.modules"),
+        ({"name": "../up"}, "adapters.0.name"),
+        ({"domain": "a/b"}, "adapters.0.domain"),
+        ({"learning_rate": float("nan")}, "adapters.0.learning_rate"),
+        ({"name": "python-r16-all-s40"}, "declared twice"),
+        ({"family": "language"}, "two families"),
+    ],
+)
+def test_damaged_pool_is_one_clear_error(change: dict[str, object], message: str) -> None:
+    data = yaml.safe_load((params_dir() / "adapter_pool.yaml").read_text())
+    data["adapters"][0] |= change
+    with pytest.raises(ParamsError) as caught:
+        validate(Pool, data, where="params/adapter_pool.yaml")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_unknown_adapter_is_one_clear_error(cli) -> None:
+    done = cli("adapters", "--only", "nope")
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "lora-spec: error: unknown adapter 'nope' (params/adapter_pool.yaml). known: "
+    )
+    assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+def test_every_value_of_a_recipe_changes_its_identity() -> None:
+    pool = load_pool_file()
+    first = pool.adapters[0]
+    changes = {
+        "rank": 16,
+        "alpha": 8,
+        "seed": 7,
+        "steps": 13,
+        "learning_rate": 0.1,
+        "rslora": True,
+        "modules": "mlp",
+    }
+    hashes = {pool.recipe_sha256(first.name)}
+    for key, value in changes.items():
+        changed = first.model_copy(update={key: value})
+        hashes.add(Pool(training=pool.training, adapters=(changed,)).recipe_sha256(first.name))
+    assert len(hashes) == 1 + len(changes)
+
+
+# Data order and schedule.
+
+
+@given(st.integers(1, 20), st.integers(0, 70), st.integers(0, 2**31))
+def test_block_order_is_whole_passes(blocks: int, wanted: int, seed: int) -> None:
+    order = list(train.block_order(blocks, wanted, seed))
+    assert len(order) == wanted
+    assert order == list(train.block_order(blocks, wanted, seed))
+    for start in range(0, wanted - blocks + 1, blocks):
+        assert sorted(order[start : start + blocks]) == list(range(blocks))
+    assert len(set(order[-(wanted % blocks) :])) == wanted % blocks or wanted % blocks == 0
+
+
+def test_a_corpus_shorter_than_a_block_is_an_error() -> None:
+    with pytest.raises(CheckpointError, match="shorter than one training block"):
+        list(train.block_order(0, 4, 1))
+
+
+@given(st.integers(1, 200), st.floats(0, 1))
+def test_learning_rate_rises_then_falls_and_is_never_zero(steps: int, warmup: float) -> None:
+    factors = [train.learning_rate_factor(step, steps, warmup) for step in range(steps)]
+    assert all(0 < factor <= 1 for factor in factors)
+    peak = factors.index(max(factors))
+    assert factors[: peak + 1] == sorted(factors[: peak + 1])
+    assert factors[peak:] == sorted(factors[peak:], reverse=True)
+    assert max(factors) == 1
+
+
+# What is on disk.
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LORA_SPEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_plan_trains_nothing(cache: Path) -> None:
+    states = adapters.plan_adapters()
+    assert [state.recipe.name for state in states] == list(load_pool())
+    assert all(state.problem == "not trained" and state.cpu_seconds > 0 for state in states)
+    assert not cache.exists()
+
+
+def test_missing_corpus_is_named_before_anything_runs(cache: Path) -> None:
+    with pytest.raises(MissingTierError, match="corpora --execute --only german"):
+        adapters.train_adapters(["german-r16-all-s40"])
+    assert not cache.exists()
+
+
+def test_what_counts_as_done(cache: Path) -> None:
+    pool = load_pool_file()
+    name = pool.adapters[0].name
+    directory = adapters.trained_dir(name)
+
+    def problem() -> str | None:
+        return adapters.find_adapter_problem(directory, name, pool)
+
+    directory.mkdir(parents=True)
+    assert problem() == "no readable lora_spec.json"
+    side = train.side_values(pool, pool.adapters[0])
+    side |= {"weights_sha256": "0" * 64, "corpus_sha256": "0" * 64, "content_hash": "0" * 64}
+    write = (directory / "lora_spec.json").write_text
+    write(json.dumps(side | {"recipe_sha256": "0" * 64}))
+    assert problem() == "trained from another recipe"
+    write(json.dumps(side | {"base": {"name": "x", "weights_sha256": "0" * 64}}))
+    assert problem() == "trained on another base"
+    write(json.dumps(side))
+    assert problem() == "incomplete"
+    (directory / "adapter_config.json").write_text("{}")
+    (directory / "adapter_model.safetensors").write_bytes(b"x")
+    assert problem() == "its weights were changed"
+    side["weights_sha256"] = sha256_file(directory / "adapter_model.safetensors")
+    write(json.dumps(side))
+    assert problem() is None
+    corpus = adapters.corpus_path(pool.adapters[0].domain)
+    corpus.parent.mkdir(parents=True)
+    corpus.write_text("another corpus")
+    assert problem() == "trained on another corpus"
+
+
+def test_examples_are_done_adapters_of_the_pool() -> None:
+    pool = load_pool_file()
+    for directory in sorted(examples_dir().iterdir()):
+        assert adapters.read_side_file(directory)["recipe_sha256"] == pool.recipe_sha256(directory.name)
+        assert sum(path.stat().st_size for path in directory.iterdir()) < 2_000_000
+        recorded = load_recorded_hashes()[directory.name]
+        assert sha256_file(directory / "adapter_model.safetensors") == recorded.weights_sha256
+        assert {path.name for path in directory.iterdir()} == {
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "lora_spec.json",
+        }
+
+
+# Training, on a model of a few kilobytes.
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("base") / "tiny")
+
+
+def run(base: Path, **changes: object) -> train.Trained:
+    return train.train(recipe(**changes), training(), base, TEXTS, base_name="org/tiny")
+
+
+@pytest.mark.torch
+def test_blocks_carry_the_end_of_each_document(base: Path) -> None:
+    blocks = train.pack_blocks(base / "tokenizer.json", ["ab", "c", "dddd"], 257, 3)
+    assert [len(block) for block in blocks] == [3, 3, 3]
+    assert [block[-1] for block in blocks][0] == 257 and blocks[1][1] == 257
+
+
+@pytest.mark.torch
+def test_training_is_deterministic_and_the_seed_matters(base: Path, tmp_path: Path) -> None:
+    digests = []
+    for number, seed in enumerate([5, 5, 6]):
+        out = tmp_path / str(number)
+        out.mkdir()
+        train.save(run(base, seed=seed), out, {})
+        digests.append(sha256_file(out / "adapter_model.safetensors"))
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.torch
+def test_same_weights_in_another_process(base: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; import test_train as t; from lora_spec.substrate import train\n"
+        "out = Path(sys.argv[2]); out.mkdir(); train.save(t.run(Path(sys.argv[1])), out, {})"
+    )
+    here = tmp_path / "here"
+    here.mkdir()
+    train.save(run(base), here, {})
+    there = tmp_path / "there"
+    subprocess.run([sys.executable, "-c", code, str(base), str(there)], cwd=Path(__file__).parent, check=True)
+    assert (there / "adapter_model.safetensors").read_bytes() == (
+        here / "adapter_model.safetensors"
+    ).read_bytes()
+    assert (there / "adapter_config.json").read_bytes() == (here / "adapter_config.json").read_bytes()
+
+
+@pytest.mark.torch
+def test_what_is_written(base: Path, tmp_path: Path) -> None:
+    import torch
+
+    trained = run(base, modules="qv", rslora=True)
+    train.save(trained, tmp_path, {"name": "x"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "lora_spec.json",
+    ]
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "org/tiny"
+    assert config["target_modules"] == ["q_proj", "v_proj"]
+    assert (
+        config["use_rslora"] and config["r"] == 2 and config["lora_alpha"] == 4 and config["inference_mode"]
+    )
+    assert str(base) not in "".join(path.read_text(errors="ignore") for path in tmp_path.iterdir())
+    assert len(trained.tensors) == 4 * 2 * 2
+    assert all(tensor.dtype == torch.float32 for tensor in trained.tensors.values())
+    assert any(tensor.abs().max() > 0 for name, tensor in trained.tensors.items() if "lora_B" in name)
+    side = json.loads((tmp_path / "lora_spec.json").read_text())
+    assert side["weights_sha256"] == sha256_file(tmp_path / "adapter_model.safetensors")
+    assert len(trained.losses) == 3
+
+
+@pytest.mark.torch
+def test_written_adapter_is_what_peft_reads(base: Path, tmp_path: Path) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    trained = run(base, learning_rate=0.05, steps=8)
+    train.save(trained, tmp_path, {})
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        after = PeftModel.from_pretrained(model, tmp_path)(ids).logits
+    assert (before - after).abs().max() > 1e-3
+
+
+@pytest.mark.torch
+def test_training_lowers_the_loss(base: Path) -> None:
+    losses = run(base, learning_rate=0.05, steps=60).losses
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+@pytest.mark.torch
+def test_diverging_training_is_an_error(base: Path) -> None:
+    settings = training().model_copy(update={"max_grad_norm": float("inf")})
+    wild = recipe().model_copy(update={"learning_rate": 1e30, "steps": 6})
+    with pytest.raises(CheckpointError, match="loss is not finite at step"):
+        train.train(wild, settings, base, TEXTS, base_name="org/tiny")
