@@ -11,12 +11,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tiny_llama import make_tiny_llama
+
 from lora_spec.errors import IntegrityError, MissingTierError, NetworkError, ParamsError
 from lora_spec.files import sha256_file
 from lora_spec.models import ModelsParams, WheelSource, load_models
 from lora_spec.params import validate
 from lora_spec.substrate import pocket
-from tiny_llama import make_tiny_llama
 
 GGUF = b"GGUF not really"
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from lora_spec.queue import QueueError, Unit, run_queue
 
 WRITE = "import sys, os; p = sys.argv[1]; open(p + '.part', 'a').write('x'); os.replace(p + '.part', p)"

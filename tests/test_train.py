@@ -11,6 +11,8 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_llama import make_tiny_llama
+
 from lora_spec.errors import CheckpointError, MissingTierError, ParamsError
 from lora_spec.files import sha256_file
 from lora_spec.models import load_models
@@ -19,7 +21,6 @@ from lora_spec.paths import examples_dir, params_dir
 from lora_spec.pool import Pool, Recipe, Training, load_pool, load_pool_file, load_recorded_hashes
 from lora_spec.substrate import adapters, train
 from lora_spec.substrate.corpora import load_corpora
-from tiny_llama import make_tiny_llama
 
 TEXTS = [f"line {number} of a made-up text that repeats itself, {number * 7919}" for number in range(60)]
 """Documents of about 50 byte tokens each."""
@@ -237,7 +238,7 @@ def run(base: Path, **changes: object) -> train.Trained:
 def test_blocks_carry_the_end_of_each_document(base: Path) -> None:
     blocks = train.pack_blocks(base / "tokenizer.json", ["ab", "c", "dddd"], 257, 3)
     assert [len(block) for block in blocks] == [3, 3, 3]
-    assert [block[-1] for block in blocks][0] == 257 and blocks[1][1] == 257
+    assert blocks[0][2] == blocks[1][1] == 257
 
 
 @pytest.mark.torch
@@ -254,8 +255,9 @@ def test_training_is_deterministic_and_the_seed_matters(base: Path, tmp_path: Pa
 @pytest.mark.torch
 def test_same_weights_in_another_process(base: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; import test_train as t; from lora_spec.substrate import train\n"
-        "out = Path(sys.argv[2]); out.mkdir(); train.save(t.run(Path(sys.argv[1])), out, {})"
+        "import sys\nfrom pathlib import Path\n"
+        "import test_train as t\nfrom lora_spec.substrate.train import save\n"
+        "out = Path(sys.argv[2]); out.mkdir(); save(t.run(Path(sys.argv[1])), out, {})"
     )
     here = tmp_path / "here"
     here.mkdir()

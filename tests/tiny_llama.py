@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def make_tiny_llama(directory: Path) -> Path:
-    """Write a 4-layer bfloat16 Llama (hidden 32, vocabulary 259, tied) and its tokenizer; always the same bytes."""
+    """Write a 4-layer bfloat16 Llama (hidden 32, vocabulary 259, tied) and its tokenizer."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,14 +22,14 @@ def make_tiny_llama(directory: Path) -> Path:
         head_dim=8,
         vocab_size=259,
         tie_word_embeddings=True,
+        initializer_range=0.2,
         bos_token_id=256,
         eos_token_id=257,
         pad_token_id=258,
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    vocabulary = {
-        character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    }
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: number for number, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
