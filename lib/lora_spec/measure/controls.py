@@ -78,7 +78,7 @@ def refuse_self_draft(modes: dict[str, dict[str, float]], tolerance: float) -> N
     for mode, value in modes.items():
         if not abs(value["alpha"] - value["expected"]) <= tolerance:
             raise EngineError(
-                f"self-draft accepts {value['alpha']:.3f} of its drafts where {value['expected']:.3f} is right",
+                f"self-draft accepts {value['alpha']:.3f} of drafts where {value['expected']:.3f} is right",
                 where=mode,
                 fix="the engine's sampler is wrong in this mode; nothing measured in it is evidence",
                 code="self_draft",
