@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from pathlib import Path
@@ -20,6 +21,8 @@ from adapter_factory import (
     write_raw,
     write_safetensors,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from lora_spec.checkpoint import (
     ERROR_CODES,
@@ -31,6 +34,7 @@ from lora_spec.checkpoint import (
     read_adapter,
 )
 from lora_spec.errors import CheckpointError
+from lora_spec.features import feature_row
 
 WEIGHTS = "adapter_model.safetensors"
 QV = random_pairs(types=("q", "v"))
@@ -282,6 +286,7 @@ def test_case_13_never_trained(tmp_path):
     for dtype in ("F32", "BF16"):
         adapter = read_adapter(write_adapter(tmp_path / dtype, zero, dtype=dtype), BASE)
         assert codes(adapter) == {"untrained"} and not adapter.abstains
+    assert codes(read_adapter(write_adapter(tmp_path / "a", QV, lora_alpha=0), BASE)) == {"untrained"}
     some = {**QV, module_name("q", 1): zero[module_name("q", 1)]}
     adapter = read_adapter(write_adapter(tmp_path / "b", some), BASE)
     assert codes(adapter) == {"partly_untrained"}
@@ -560,6 +565,35 @@ def test_an_index_that_disagrees_with_its_shards(tmp_path):
     refused(directory, "bad_index", "index.json")
 
 
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_damaged_bytes_are_read_or_refused_but_never_crash(tmp_path, data):
+    directory = write_adapter(tmp_path / "a", random_pairs(types=("q",), layers=range(2)))
+    name = data.draw(st.sampled_from(["adapter_config.json", WEIGHTS]))
+    content = bytearray((directory / name).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    (directory / name).write_bytes(
+        content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content
+    )
+    try:
+        adapter = read_adapter(directory, BASE)
+    except CheckpointError as error:
+        assert error.code in ERROR_CODES and str(error).isprintable()
+    else:
+        assert all(math.isfinite(value) for value in feature_row(adapter, strict=False).values())
+
+
+def test_one_pattern_a_module_is_resolved_quickly(tmp_path):
+    base = BaseGeometry(60, 8, 2, 2, 4, 8, 40)
+    pairs = random_pairs(rank=2, layers=range(60), base=base)
+    directory = write_adapter(
+        tmp_path / "a", pairs, rank_pattern=dict.fromkeys(pairs, 2), alpha_pattern=dict.fromkeys(pairs, 4)
+    )
+    adapter = read_adapter(directory, base)
+    assert not adapter.abstains and {module.scale for module in adapter.modules} == {2.0}
+
+
 def test_text_from_the_file_reaches_the_terminal_clean(tmp_path):
     directory = write_adapter(tmp_path / "a", QV, peft_type="\x1b[31mX\n" + "y" * 500)
     (found,) = [item for item in read_adapter(directory, BASE).reasons if item.code == "unsupported_type"]
@@ -617,8 +651,6 @@ def test_scales_equal_those_of_peft(tmp_path, rslora):
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from lora_spec.features import feature_row
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(

@@ -67,8 +67,8 @@ def read_adapter(
         base: geometry that names and shapes are checked against; without it an odd key prefix abstains.
         served_modules: what the server wraps (``lora_target_modules``), to find adapters idle there.
         engine: how the server's engine scales; vLLM 0.32 follows PEFT's patterns.
-        full: also read every byte: content hash, NaN and infinity, B that is zero. Without it these are found
-            (or not) by whoever reads the factors.
+        full: also read every byte: content hash, NaN and infinity, ΔW that is zero. Without it these are
+            found (or not) by whoever reads the factors.
 
     Raises:
         CheckpointError: not readable as an adapter; ``code`` is one of :data:`reasons.ERROR_CODES`, and the
@@ -141,7 +141,11 @@ def _same_base(named: str, expected: str) -> bool:
 
 
 def _untrained(modules: list[LoraModule], scanned: Mapping[str, TensorScan]) -> list[Reason]:
-    zero = [module.name for module in modules if scanned[module.b_name].is_zero]
+    zero = [
+        module.name
+        for module in modules
+        if module.scale == 0.0 or scanned[module.a_name].is_zero or scanned[module.b_name].is_zero
+    ]
     if not zero:
         return []
     if len(zero) == len(modules):

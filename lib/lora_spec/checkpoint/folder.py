@@ -26,9 +26,9 @@ class AdapterFolder:
 
     def __init__(self, directory: Path | str) -> None:
         path = Path(directory)
-        if not path.exists():
+        if not os.path.exists(path):
             raise CheckpointError("adapter folder not found", where=path, code="not_found")
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise CheckpointError(
                 "expected an adapter folder, got a file",
                 where=path,

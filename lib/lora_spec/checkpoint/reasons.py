@@ -85,8 +85,8 @@ REASONS: dict[str, tuple[Severity, str]] = {
         "Fused projections cannot be split without the shapes of the base: {detail}.",
     ),
     "no_lora_tensors": (_A, "The checkpoint holds no LoRA weight that acts on a known module ({detail})."),
-    "untrained": (_W, "B is zero everywhere: the adapter changes nothing and was never trained ({detail})."),
-    "partly_untrained": (_W, "B is zero in some modules: {detail}."),
+    "untrained": (_W, "ΔW is zero everywhere, as before training: the adapter changes nothing ({detail})."),
+    "partly_untrained": (_W, "ΔW is zero in some modules: {detail}."),
     "adapter_name_in_keys": (
         _W,
         "Keys carry an adapter name ({detail}); read here, but PEFT and vLLM expect keys without it.",

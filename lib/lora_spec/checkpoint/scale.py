@@ -60,6 +60,7 @@ class ScaleResolver:
         self._ranks = self._compile(config.rank_pattern)
         self._alphas = self._compile(config.alpha_pattern)
         self._spent = 0.0
+        self._found: dict[str, tuple[int | None, float | None]] = {}
 
     @property
     def has_patterns(self) -> bool:
@@ -68,38 +69,40 @@ class ScaleResolver:
 
     def peft(self, module: str) -> Scale:
         """Rank, α and scale that PEFT uses for ``module`` (name without ``base_model.model.``)."""
-        config = self._config
-        rank = self._find(self._ranks, config.rank_pattern, module, config.r, literal=True)
-        alpha = self._find(self._alphas, config.alpha_pattern, module, config.lora_alpha, literal=True)
-        return self._scale(rank, alpha)
+        config, (rank, alpha) = self._config, self._matches(module)
+        # PEFT looks up the name itself where no pattern matches it.
+        return self._scale(
+            config.rank_pattern.get(module, config.r) if rank is None else rank,
+            config.alpha_pattern.get(module, config.lora_alpha) if alpha is None else alpha,
+        )
 
     def engine(self, module: str, rule: EngineRule) -> Scale:
         """The same for an engine, which never takes a pattern that equals the name without matching it."""
-        config = self._config
-        if rule is EngineRule.GLOBAL:
-            return self._scale(config.r, config.lora_alpha)
-        rank = self._find(self._ranks, config.rank_pattern, module, config.r, literal=False)
-        alpha = self._find(self._alphas, config.alpha_pattern, module, config.lora_alpha, literal=False)
-        return self._scale(rank, alpha)
+        rank, alpha = (None, None) if rule is EngineRule.GLOBAL else self._matches(module)
+        return self._scale(
+            self._config.r if rank is None else rank, self._config.lora_alpha if alpha is None else alpha
+        )
+
+    def _matches(self, module: str) -> tuple[int | None, float | None]:
+        """Values of the first matching patterns."""
+        if module not in self._found:
+            self._found[module] = self._find(self._ranks, module), self._find(self._alphas, module)
+        return self._found[module]
 
     def _scale(self, rank: int, alpha: float) -> Scale:
         return Scale(rank, float(alpha), alpha / (math.sqrt(rank) if self._config.use_rslora else rank))
 
-    def _find(
-        self, compiled: list[tuple[re.Pattern[str], Any]], patterns: Mapping[str, Any], module: str,
-        default: Any, *, literal: bool,
-    ) -> Any:  # fmt: skip
+    def _find(self, compiled: list[tuple[re.Pattern[str], Any]], module: str) -> Any:
         if compiled and len(module) > _MAX_NAME:
             raise self._unsafe("module name too long to match against patterns", module)
+        begin = time.monotonic()
         for pattern, value in compiled:
-            before = time.monotonic()
-            match = pattern.match(module)
-            self._spent += time.monotonic() - before
-            if match:
+            if pattern.match(module):
                 return value
-            if self._spent > _BUDGET_S:
+            if self._spent + time.monotonic() - begin > _BUDGET_S:
                 raise self._unsafe("matching takes too long", pattern.pattern)
-        return patterns.get(module, default) if literal else default
+        self._spent += time.monotonic() - begin
+        return None
 
     def _compile(self, patterns: Mapping[str, Any]) -> list[tuple[re.Pattern[str], Any]]:
         expressions = [key for key in patterns if not _LITERAL.fullmatch(key)]
