@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from lora_spec.errors import IntegrityError
-from lora_spec.files import sha256_file
 
 
 @dataclass(frozen=True)
@@ -30,21 +29,6 @@ class Member:
     source: str
     name: str
     data: bytes
-
-
-def verify_sha256(path: Path, expected: str) -> None:
-    """Check a downloaded file against its pinned hash.
-
-    Raises:
-        IntegrityError: the file has another sha256.
-    """
-    actual = sha256_file(path)
-    if actual != expected:
-        raise IntegrityError(
-            f"sha256 is {actual[:16]}…, pinned is {expected[:16]}…",
-            where=path.name,
-            fix="Delete the file and fetch it again; if it still differs, the package was changed upstream",
-        )
 
 
 def read_members(
@@ -87,24 +71,6 @@ def read_members(
         raise IntegrityError(
             f"damaged archive: {error}", where=path.name, fix="Delete the file and fetch it again"
         ) from error
-
-
-def bounded_gunzip(data: bytes, limit: int, where: str) -> bytes:
-    """Decompress gzip data, refusing to produce more than ``limit`` bytes.
-
-    Raises:
-        IntegrityError: damaged, truncated or larger than ``limit``.
-    """
-    decoder = zlib.decompressobj(wbits=31)
-    try:
-        out = decoder.decompress(data, limit + 1)
-    except zlib.error as error:
-        raise IntegrityError(f"damaged gzip data: {error}", where=where) from error
-    if len(out) > limit:
-        raise IntegrityError(f"expands to more than {limit} bytes", where=where)
-    if not decoder.eof:
-        raise IntegrityError("truncated gzip data", where=where)
-    return out
 
 
 def _matches(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
