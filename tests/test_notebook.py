@@ -182,7 +182,9 @@ def test_strip_metadata_removes_who_where_and_when():
             "display_data", data=widget | {"text/html": [f"<p>{Path.home()}/x</p>"], "image/png": "AA=="}
         )
     ]
-    nb = new_notebook(cells=[cell], metadata={"papermill": {"input_path": "/home/me/x.ipynb"}, "widgets": {}})
+    nb = new_notebook(
+        cells=[cell], metadata={"papermill": {"input_path": str(Path.home() / "x.ipynb")}, "widgets": {}}
+    )
     assert problems(nb)
     strip_metadata(nb)
     assert set(nb.metadata) == {"kernelspec", "language_info"}

@@ -320,8 +320,9 @@ def _environment(given: Mapping[str, Any], temporary: Path) -> Iterator[None]:
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
     if given.get("tier") == "smoke":
-        changes["LORA_SPEC_RESULTS"] = str(build / "smoke" / "results")
-        changes["LORA_SPEC_FIGURES"] = str(build / "smoke" / "figures")
+        for name in ("results", "figures"):
+            variable = f"LORA_SPEC_{name.upper()}"
+            changes[variable] = os.environ.get(variable) or str(build / "smoke" / name)
     before = {name: os.environ.get(name) for name in [*changes, "MPLBACKEND"]}
     os.environ.pop("MPLBACKEND", None)
     os.environ.update(changes)
