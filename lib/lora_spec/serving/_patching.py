@@ -28,7 +28,14 @@ class Fix:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def original(self, owner: Any, attribute: str) -> Any:
-        """Return what will be replaced, or raise EngineError where this vLLM has no such thing."""
+        """Return vLLM's own `owner.attribute`, replaced or not.
+
+        Raises:
+            EngineError: this vLLM has no such thing.
+        """
+        for replaced, name, value in self._undo:
+            if replaced is owner and name == attribute:
+                return value
         try:
             return owner.__dict__[attribute]
         except KeyError:

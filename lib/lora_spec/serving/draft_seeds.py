@@ -73,6 +73,12 @@ def request_draft_seed(sampling_params: Any) -> int | None:
     return seed if isinstance(seed, int) else draft_seed_from_request_seed(seed)
 
 
+def _has_fused_kernel(logits: torch.Tensor) -> bool:
+    import torch
+
+    return logits.device.type == "cpu" and hasattr(torch.ops._C, "fused_gumbel_argmax")
+
+
 def sample_rows(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
     """Draw one token a row from softmax(logits), each row with its own seed (Gumbel-max).
 
@@ -85,7 +91,7 @@ def sample_rows(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
     """
     import torch
 
-    if logits.device.type == "cpu" and hasattr(torch.ops._C, "fused_gumbel_argmax"):
+    if _has_fused_kernel(logits):
         return torch.ops._C.fused_gumbel_argmax(logits.contiguous(), seeds).view(-1)
     generator = torch.Generator(device=logits.device)
     noise = torch.empty_like(logits)
@@ -100,7 +106,7 @@ def draw_drafts(
     """Draft one token a row.
 
     Args:
-        logits: [rows, vocabulary]; the batch's requests or, drafting in parallel, each request's drafts in turn.
+        logits: [rows, vocabulary]; the batch's requests or, drafting in parallel, each one's drafts in turn.
         temperature: float [batch]; 0 drafts the argmax.
         all_random: no temperature is 0.
         step: the draft step; its count of drawn drafts advances.

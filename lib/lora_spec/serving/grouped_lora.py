@@ -9,6 +9,7 @@ the output.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -123,6 +124,13 @@ def bgmv_expand_slice(
 
 
 KERNELS = (bgmv_shrink, bgmv_expand, bgmv_expand_slice)
+
+
+def stock_kernels() -> dict[str, Callable[..., None]]:
+    """vLLM's own kernels by name, installed or not (for comparisons)."""
+    from vllm.lora.ops.torch_ops import lora_ops
+
+    return {kernel.__name__: _FIX.original(lora_ops, kernel.__name__) for kernel in KERNELS}
 
 
 def install() -> str:

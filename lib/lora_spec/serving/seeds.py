@@ -24,7 +24,7 @@ _MASK = (1 << 64) - 1
 
 def _hash63(domain: str, parts: Sequence[object]) -> int:
     """First 63 bits of sha256 over the domain tag and the parts as JSON."""
-    data = json.dumps([domain, *parts], ensure_ascii=False, separators=(",", ":")).encode()
+    data = json.dumps([domain, *parts], separators=(",", ":")).encode()
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") >> 1
 
 
