@@ -46,7 +46,7 @@ def _print(states: list, title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    weights = {None: "", True: ", weights as recorded", False: ", weights differ from the recorded"}
+    weights = {None: "", True: " (as recorded)", False: " (other weights than recorded)"}
     table = Table(title=title)
     for name in ("adapter", "alpha", "rate", "CPU-s", "state"):
         table.add_column(name, justify="left" if name in ("adapter", "state") else "right", no_wrap=True)
