@@ -47,7 +47,11 @@ def unit_config(design: Design, unit: MeasureUnit, task: Task) -> dict[str, Any]
     del config["adapters"]
     if unit.kind is not UnitKind.CONTROL:
         del config["controls"]["fp32_adapters"]
-    return {"design": config, "unit": asdict(unit) | {"kind": unit.kind.value}, "task": task}
+    return {
+        "design": config,
+        "unit": asdict(unit) | {"kind": unit.kind.value, "prompt_sets": list(unit.prompt_sets)},
+        "task": task,
+    }
 
 
 class Collector:
