@@ -37,6 +37,7 @@ def run(repeats: int = 9) -> dict[str, Any]:
         EngineError: the two sides disagree beyond bf16 rounding.
     """
     import torch
+
     from lora_spec.serving import grouped_lora
 
     sides: dict[str, dict[str, Callable[..., None]]] = {
