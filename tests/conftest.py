@@ -60,3 +60,13 @@ def make_notebook(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return make
+
+
+@pytest.fixture(scope="session")
+def smoke_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stand-in for `results/` that holds the smoke tier's synthetic records; read it only."""
+    from lora_spec.smoke import write_smoke
+
+    folder = tmp_path_factory.mktemp("smoke") / "results"
+    write_smoke(folder)
+    return folder

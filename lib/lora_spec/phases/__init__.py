@@ -1,0 +1,1 @@
+"""What the notebooks of each phase compute: evidence to tables and takeaways. No plotting here."""

@@ -1,0 +1,16 @@
+"""Figures: functions from data frames to :class:`matplotlib.figure.Figure`, and one place that saves them."""
+
+from lora_spec.plots.effect import effect_figure, position_figure
+from lora_spec.plots.predictor import predictor_figure
+from lora_spec.plots.saving import SavedFigure, save_figure
+from lora_spec.plots.screen import agreement_figure, screen_figure
+
+__all__ = [
+    "SavedFigure",
+    "agreement_figure",
+    "effect_figure",
+    "position_figure",
+    "predictor_figure",
+    "save_figure",
+    "screen_figure",
+]
