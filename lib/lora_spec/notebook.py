@@ -273,6 +273,7 @@ def _execute(source: Path, temporary: Path, given: dict[str, Any], timeout: int)
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
     from papermill import execute_notebook
     from papermill.exceptions import PapermillExecutionError
+    from traitlets.config import Config
 
     where = rel(source)
     try:
@@ -286,6 +287,7 @@ def _execute(source: Path, temporary: Path, given: dict[str, Any], timeout: int)
                 progress_bar=False,
                 cwd=str(source.resolve().parent),
                 execution_timeout=timeout,
+                config=Config(KernelManager={"transport": "ipc"}),  # parallel runs cannot meet on a port
             )
     except PapermillExecutionError as error:
         failure = NotebookError(
