@@ -1,10 +1,11 @@
 """Speculative decoding at temperature > 0 on vLLM's CPU backend.
 
 `vllm/utils/cpu_triton_utils.py::_expand_kernel_impl` (0.32) hands its C++ kernel `_ensure_int64(output)`.
-For a float tensor that is a copy, so the per-token temperatures (and top-p) that the rejection sampler asks
-for remain uninitialised memory: the target is sampled at a random temperature, silently. `install` replaces
-the caller, `rejection_sampler.expand_batch_to_tokens`, by a plain torch version that is right for every
-dtype. It asks the stock kernel for a tiny expansion first and steps aside where the answer is right.
+For anything but int64 that is a copy, so the per-token temperatures, top-p and top-k that the rejection
+sampler asks for remain uninitialised memory: the target is sampled at a random temperature, silently.
+`install` replaces the caller, `rejection_sampler.expand_batch_to_tokens`, by a plain torch version that is
+right for every dtype. It asks the stock kernel for a tiny expansion first and steps aside where the answer is
+right.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def expand_batch_to_tokens(
 
 
 def stock_is_wrong() -> bool:
-    """Whether this vLLM's own expansion gives wrong float values (asked, not looked up by version)."""
+    """Whether this vLLM's own expansion gives wrong values (asked, not looked up by version)."""
     import torch
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
@@ -56,15 +57,12 @@ def stock_is_wrong() -> bool:
     import vllm._custom_ops  # noqa: F401  (loads the C++ kernels)
     from vllm.utils.cpu_triton_utils import _expand_kernel_impl
 
-    # The right answers exist only as Python floats: no freed tensor can have left them in the memory that
-    # `new_empty` hands out, which would make a wrong kernel look right. Greedy (0) becomes 1.
-    cases = (([0.75, 0.0, 0.3125], [2, 5, 6]), ([1.5, 0.6875], [1, 4]), ([0.0, 2.25], [3, 4]))
-    for values, totals in cases:
-        x, cu = torch.tensor(values), torch.tensor(totals, dtype=torch.int32)
-        out = x.new_empty(totals[-1])
-        _expand_kernel_impl(out, x, cu, 0, 1)
-        counts = [b - a for a, b in zip([0, *totals], totals, strict=False)]
-        if out.tolist() != [v or 1.0 for v, n in zip(values, counts, strict=True) for _ in range(n)]:
+    totals = torch.tensor([2, 5, 6], dtype=torch.int32)
+    for x in (torch.tensor([0.75, 0.0, 2.5]), torch.tensor([7, 0, 9], dtype=torch.int32)):
+        # Filled, not empty: recycled memory could hold the right answer.
+        out = x.new_full((6,), -1)
+        _expand_kernel_impl(out, x, totals, 0, 1)
+        if not torch.equal(out, expand_batch_to_tokens(x, totals, 6, 0, 1)):
             return True
     return False
 
