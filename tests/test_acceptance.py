@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lora_spec.acceptance import (
     censor_last_step,
     censor_requests,
@@ -51,6 +52,7 @@ def request_counts(draw: st.DrawFn, k: int | None = None) -> tuple[list[int], in
     return steps, 1 + sum(steps) + len(steps) - hidden, depth, drafted
 
 
+@settings(deadline=None, max_examples=60)
 @given(request_counts())
 def test_censoring_equals_the_oracle(counts: tuple[list[int], int, int, list[int]]) -> None:
     steps, output, k, drafted = counts
@@ -59,6 +61,7 @@ def test_censoring_equals_the_oracle(counts: tuple[list[int], int, int, list[int
         assert censor_last_step(steps, output, k) == oracle(steps, output, drafted)
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.lists(request_counts(k=4), min_size=1, max_size=8))
 def test_many_requests_equal_one_at_a_time(many: list[tuple[list[int], int, int, list[int]]]) -> None:
     table = censor_requests([m[0] for m in many], [m[1] for m in many], 4, [m[3] for m in many])
@@ -143,7 +146,7 @@ def simulate(
 @pytest.mark.parametrize("eos", [0.0, 0.05])
 def test_alpha_is_unbiased_and_free_of_k(eos: float) -> None:
     rng = np.random.default_rng(0)
-    estimates = [pooled_rates(simulate(rng, 0.6, 600, k=k, eos=eos)) for k in (2, 4, 7)]
+    estimates = [pooled_rates(simulate(rng, 0.6, 300, k=k, eos=eos)) for k in (2, 4, 7)]
     for rates in estimates:
         assert rates.alpha == pytest.approx(0.6, abs=0.015)
         assert rates.conditional[:2] == pytest.approx((0.6, 0.6), abs=0.03)
@@ -227,7 +230,7 @@ counts_arrays = st.lists(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(counts_arrays)
 def test_paired_effect_equals_a_loop(rows: list[tuple[int, int, int, int]]) -> None:
     b = [float(r[0]) for r in rows]
@@ -250,16 +253,16 @@ def test_paired_effect_equals_a_loop(rows: list[tuple[int, int, int, int]]) -> N
 
 def test_errors_match_the_sampling_spread_and_repeat() -> None:
     deltas, errors, boots, covered = [], [], [], 0
-    for seed in range(40):
+    for seed in range(25):
         rng = np.random.default_rng(seed)
-        effect = paired_alpha(simulate(rng, 0.6, 64), simulate(rng, 0.5, 64), draws=300, seed=seed)
+        effect = paired_alpha(simulate(rng, 0.6, 40), simulate(rng, 0.5, 40), draws=300, seed=seed)
         deltas.append(effect.delta)
         errors.append(effect.se)
         boots.append(effect.se_bootstrap)
         covered += effect.low <= -0.1 <= effect.high
-    assert np.mean(errors) == pytest.approx(np.std(deltas, ddof=1), rel=0.25)
+    assert np.mean(errors) == pytest.approx(np.std(deltas, ddof=1), rel=0.3)
     assert np.mean(boots) == pytest.approx(np.mean(errors), rel=0.1)
-    assert covered >= 34
+    assert covered >= 21
     rng = np.random.default_rng(0)
     base, adapted = simulate(rng, 0.6, 16), simulate(rng, 0.5, 16)
     assert paired_alpha(base, adapted, seed=5) == paired_alpha(base, adapted, seed=5)

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_spec.cost import CostProfile, PassCost, expected_tokens, load_profile, shifted_survival
@@ -17,6 +17,7 @@ from lora_spec.params import validate
 PROFILES = ("h100-8b", "pocket-cpu")
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.floats(0, 0.999), st.integers(0, 12))
 def test_expected_tokens_is_the_geometric_sum(alpha: float, k: int) -> None:
     assert float(expected_tokens(alpha, k)) == pytest.approx((1 - alpha ** (k + 1)) / (1 - alpha), rel=1e-9)
@@ -28,6 +29,7 @@ def test_expected_tokens_at_the_ends_and_over_arrays() -> None:
     assert expected_tokens(np.array([[0.0, 0.5], [1.0, 0.5]]), 2).tolist() == [[1.0, 1.75], [3.0, 1.75]]
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=7), st.floats(-1, 1))
 def test_shifted_survival(conditional: list[float], delta: float) -> None:
     survival = np.cumprod(conditional)

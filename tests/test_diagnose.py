@@ -172,6 +172,14 @@ def test_command_prints_plain_lines_when_piped(cli, adapters, predictor_file) ->
     assert cli("diagnose", adapters[3], "--predictor", predictor_file).stdout == first.stdout
 
 
+def test_command_prints_a_table_on_a_terminal(cli, adapters, predictor_file, monkeypatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "140")
+    done = cli("diagnose", adapters[3], "--predictor", predictor_file)
+    assert done.returncode == 0 and "\x1b[" in done.stdout
+    assert "h100-8b (modelled)" in done.stdout and "default_depth_best" in done.stdout
+
+
 def test_command_prints_json(cli, adapters, predictor_file) -> None:
     done = cli("diagnose", adapters[3], "--predictor", predictor_file, "--json", "--load", 1)
     payload = json.loads(done.stdout)

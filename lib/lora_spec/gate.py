@@ -131,7 +131,9 @@ def decide(
     if delta is None:
         if not abstain:
             raise ValueError("no prediction and no reason to abstain")
-        return _decision(Action.ABSTAIN, params.abstain_depth, abstain, profile, load)
+        return _decision(
+            Action.ABSTAIN, min(params.abstain_depth, profile.default_depth), abstain, profile, load
+        )
 
     depths = range(profile.default_depth + 1)
     grid = np.union1d(np.linspace(delta.low, delta.high, params.interval_points), [delta.point])
@@ -147,8 +149,8 @@ def decide(
         )
         abstain = [*abstain, too_wide]
     if abstain:
-        depth = params.abstain_depth
-        regret = 1.0 - table[min(depth, profile.default_depth)] / table.max(axis=0)
+        depth = min(params.abstain_depth, profile.default_depth)
+        regret = 1.0 - table[depth] / table.max(axis=0)
         action, reasons = Action.ABSTAIN, list(abstain)
     else:
         action = Action.RED if depth == 0 else Action.AMBER if depth < profile.default_depth else Action.GREEN

@@ -62,7 +62,8 @@ def register(app: typer.Typer) -> None:
             return
         colours = {"green": "green", "amber": "yellow", "red": "red", "abstain": "magenta"}
         table = Table(
-            show_header=False, title=f"Decision under {result.decision.cost_profile} (modelled costs)"
+            show_header=False,
+            title=f"Decision under {result.decision.cost_profile} ({result.decision.evidence_class})",
         )
         for label, value in rows:
             style = f"bold {colours[result.decision.action.value]}" if label == "action" else ""

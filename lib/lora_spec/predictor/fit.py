@@ -228,11 +228,12 @@ def _path(
     z: np.ndarray, y: np.ndarray, l1_ratio: float, penalties: np.ndarray, tolerance: float = 1e-10
 ) -> tuple[np.ndarray, float]:
     """ElasticNet coefficients (features, penalties) for centred columns, and the intercept (mean label)."""
+    from sklearn import config_context
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import enet_path
 
     centre = float(y.mean())
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), config_context(assume_finite=True, skip_parameter_validation=True):
         warnings.simplefilter("error", ConvergenceWarning)
         _, coefficients, _ = enet_path(
             np.asfortranarray(z),

@@ -211,6 +211,10 @@ class PortablePredictor(_Model):
         return self.model_dump(mode="json", by_alias=True)
 
 
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
 def _last_part(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2].lower()
 
@@ -248,7 +252,7 @@ def load_predictor(path: Path) -> PortablePredictor:
             is not finite, or shapes that do not fit.
     """
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(path.read_bytes(), parse_constant=_no_constant)
     except FileNotFoundError as error:
         raise PredictorError(
             "predictor file not found",
