@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,8 @@ def nbval(*paths: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir"]
     command += [str(paths[0].parent), "--nbval-lax", "--nbval-sanitize-with"]
     command += [str(ROOT / "tests" / "nbval_sanitize.cfg"), *map(str, paths)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"LORA_SPEC_FIGURES": str(paths[0].parent / "figures")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
 # ---------------------------------------------------------------- parameters
@@ -231,10 +233,14 @@ def test_a_tampered_copy_of_a_stored_notebook_fails(tmp_path):
         pytest.skip("no notebook is stored yet")
     path = min(STORED, key=lambda each: each.stat().st_size)
     nb = read_notebook(path)
-    cell = next(c for c in nb.cells if c.source.startswith("# NBVAL_CHECK_OUTPUT") and c.outputs)
-    altered = json.dumps(cell.outputs).translate(str.maketrans("123456789", "234567891"))
-    assert altered != json.dumps(cell.outputs)
-    cell.outputs = [nbformat.from_dict(each) for each in json.loads(altered)]
+
+    def text(cell):
+        return json.dumps(cell.outputs, ensure_ascii=False)
+
+    shift = str.maketrans("123456789", "234567891")
+    checked = [c for c in nb.cells if c.source.startswith("# NBVAL_CHECK_OUTPUT")]
+    cell = next(c for c in checked if text(c).translate(shift) != text(c))
+    cell.outputs = [nbformat.from_dict(each) for each in json.loads(text(cell).translate(shift))]
     nbformat.write(nb, tmp_path / path.name)
     done = nbval(tmp_path / path.name)
     assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout[-2000:]

@@ -97,24 +97,6 @@ def test_the_lock_of_this_tier_is_installed():
     assert doctor._locked("analysis", None).state != "missing"
 
 
-def test_nothing_of_the_analysis_imports_torch_or_vllm():
-    """Every module but the serving room's, imported where the engine's packages cannot be."""
-    code = """
-import importlib, pkgutil, sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"torch", "vllm", "transformers", "peft", "gguf"}:
-            raise ModuleNotFoundError(f"blocked: {name}", name=name)
-sys.meta_path.insert(0, Blocked())
-import lora_spec
-for module in pkgutil.walk_packages(lora_spec.__path__, "lora_spec."):
-    if not module.name.startswith("lora_spec.serving."):
-        importlib.import_module(module.name)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
 # ---------------------------------------------------------------- make
 
 
