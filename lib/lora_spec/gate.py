@@ -182,7 +182,7 @@ def _why(
     action: Action, depth: int, goodput: np.ndarray, profile: CostProfile, load: int, params: GateParams
 ) -> list[DecisionReason]:
     default = profile.default_depth
-    gain = goodput[depth] / goodput[default] - 1.0
+    more = f"{goodput[depth] / goodput[default] - 1.0:.0%} more goodput than the default {default}"
     at = f"at load {load} under {profile.name}"
     if action is Action.GREEN:
         return [
@@ -195,15 +195,14 @@ def _why(
         reasons = [
             DecisionReason(
                 code="shorter_depth_pays",
-                sentence=f"Depth {depth} is expected to give {gain:.0%} more goodput than {default} {at}.",
+                sentence=f"Depth {depth} is expected to give {more}, {at}.",
             )
         ]
     else:
         reasons = [
             DecisionReason(
                 code="no_depth_pays",
-                sentence=f"Serving without speculation is expected to give {gain:.0%} more goodput than the "
-                f"default {default}, and more than any shorter depth, {at}.",
+                sentence=f"No speculation is expected to give {more}, and more than any shorter depth, {at}.",
             )
         ]
     unadapted = np.array([float(profile.goodput(load, k)) for k in range(default + 1)])
