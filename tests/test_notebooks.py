@@ -69,8 +69,9 @@ def test_is_thin_and_marks_its_results(name):
     code = [cell.source for cell in nb.cells if cell.cell_type == "code"]
     for text in code:
         kinds = {type(node) for node in ast.walk(ast.parse(text))}
+        assert "print(" not in text
         assert not kinds & {ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.For, ast.While}
-        assert (text.startswith(MARK)) == ("print(" in text), text
+        assert (text.startswith(MARK)) == ("tables.show(" in text), text
     defaults = declared_parameters(nb)
     assert validate(NOTEBOOKS[name], defaults, where=name).tier == "pocket"
 

@@ -151,7 +151,7 @@ def test_phase2_tables(results):
     decisions = screen.decision_table(screen.measured_deltas(labels), "h100-8b")
     assert set(decisions["evidence_class"]) == {"modelled"}
     assert "(modelled)" in screen.decision_sentence(decisions, "measured Δα̂")
-    counts = screen.decision_counts(screen.measured_deltas(labels), "h100-8b", [1, 512])
+    counts = screen.decision_counts({"measured": screen.measured_deltas(labels)}, "h100-8b", [1, 512])
     assert (counts[["green", "amber", "red", "abstain"]].sum(axis=1) == len(labels)).all()
     look = predictor.load_first_look(SMOKE)
     assert len(look.deltas()) == len(labels) and "against constant" in predictor.takeaway(look)

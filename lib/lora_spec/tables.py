@@ -91,6 +91,12 @@ def paragraph(sentences: str) -> str:
     return textwrap.fill(sentences, 110, break_long_words=False, break_on_hyphens=False)
 
 
+def show(*parts: str | pd.DataFrame) -> None:
+    """Print tables and sentences, an empty line between them, in one write: a stored output is one piece."""
+    shown = [text(part) if isinstance(part, pd.DataFrame) else paragraph(part) for part in parts]
+    print("\n\n".join(shown))
+
+
 def csv_text(frame: pd.DataFrame) -> str:
     """CSV with floats at four significant digits, so that machines that agree to 1e-6 write equal bytes."""
     shown = frame.copy()

@@ -37,6 +37,14 @@ def thresholds() -> Phase1Effect:
     return load_gate_params().phase1_effect
 
 
+def limits_sentence(limits: Phase1Effect) -> str:
+    """The thresholds and where they are fixed, in one sentence."""
+    return (
+        f"GO where the {limits.level:.0%} interval excludes zero and |Δα̂| ≥ {limits.threshold:g}, STOP where "
+        f"it lies within ± {limits.threshold:g} (params/gate.yaml, fixed beforehand)."
+    )
+
+
 def effect_table(evidence: PhaseEvidence, limits: Phase1Effect) -> pd.DataFrame:
     """Paired effects, one row per adapter, traffic (own domain, general) and decoding.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -199,16 +199,27 @@ def measured_deltas(table: pd.DataFrame) -> pd.DataFrame:
     return table[["adapter", "delta_alpha", "low", "high"]].rename(columns={"delta_alpha": "point"})
 
 
-def decision_counts(deltas: pd.DataFrame, profile_name: str, loads: Sequence[int]) -> pd.DataFrame:
-    """Adapters by action at each load: columns load, green, amber, red, abstain, depths (distinct)."""
+def decision_counts(
+    told: Mapping[str, pd.DataFrame], profile_name: str, loads: Sequence[int]
+) -> pd.DataFrame:
+    """Adapters by action, at each load and for each thing the gate may be told.
+
+    Args:
+        told: name to frame, as :func:`decision_table` takes them.
+        profile_name: cost profile. loads: concurrent requests.
+
+    Returns:
+        Columns told, load, green, amber, red, abstain, depths (the distinct ones).
+    """
     rows = []
-    for load in loads:
-        decisions = decision_table(deltas, profile_name, load)
-        rows.append(
-            {"load": load}
-            | {action.value: int((decisions["action"] == action.value).sum()) for action in Action}
-            | {"depths": ", ".join(map(str, sorted(decisions["depth"].unique())))}
-        )
+    for name, deltas in told.items():
+        for load in loads:
+            decisions = decision_table(deltas, profile_name, load)
+            rows.append(
+                {"told": name, "load": load}
+                | {action.value: int((decisions["action"] == action.value).sum()) for action in Action}
+                | {"depths": ", ".join(map(str, sorted(decisions["depth"].unique())))}
+            )
     return pd.DataFrame(rows)
 
 
