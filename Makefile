@@ -18,6 +18,8 @@ export PYTHONHASHSEED := 0
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Environments are installed uncompiled: without bytecode every start would compile torch and vLLM again.
+unexport PYTHONDONTWRITEBYTECODE
 
 NOTEBOOKS := $(notdir $(basename $(wildcard notebooks/*.ipynb)))
 LIBRARY := $(shell find lib -name '*.py' 2>/dev/null)
@@ -119,7 +121,8 @@ DEMO_ADAPTER := shakespeare-r32-all-s12
 demo: pocket ## Live: train one adapter, measure it in vLLM, ask the gate
 	$(CPU)/bin/lora-spec corpora --execute --only shakespeare
 	$(CPU)/bin/lora-spec adapters --execute --only $(DEMO_ADAPTER)
-	LORA_SPEC_RESULTS=$(CURDIR)/build/demo/results $(CPU)/bin/lora-spec measure demo.yaml --execute
+	LORA_SPEC_RESULTS=$(CURDIR)/build/demo/results $(CPU)/bin/lora-spec measure demo.yaml --execute --replace-stale
+	LORA_SPEC_RESULTS=$(CURDIR)/build/demo/results $(CPU)/bin/lora-spec effect demo.yaml
 	$(CPU)/bin/lora-spec diagnose build/cache/adapters/$(DEMO_ADAPTER)
 
 bench: $(CPU)/.stamp ## Benchmarks, recorded in results/bench (cpu tier)

@@ -38,7 +38,9 @@ def canonical_json(obj: Any) -> bytes:
         ValueError: ``obj`` holds NaN or infinity (they are no JSON).
         TypeError: ``obj`` holds a value JSON has no form for.
     """
-    return json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return json.dumps(
+        obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
 
 
 def canonical_sha256(obj: Any) -> str:
