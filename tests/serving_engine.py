@@ -38,7 +38,7 @@ def run_engine(
         env={**os.environ, **ENV},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])

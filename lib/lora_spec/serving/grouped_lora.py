@@ -66,7 +66,7 @@ def _apply(
     if weights.dim() == 4:
         weights = weights.squeeze(1)
     width = columns.stop - columns.start
-    for adapter, rows in _groups(indices.contiguous().numpy().tobytes()):
+    for adapter, rows in _groups(indices.to(torch.int64).contiguous().numpy().tobytes()):
         product = torch.nn.functional.linear(
             inputs[rows].to(output.dtype), weights[adapter, :width].to(output.dtype)
         )
