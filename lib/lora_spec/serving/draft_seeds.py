@@ -181,8 +181,8 @@ def _begin_draft_step(runner: Any) -> _DraftStep:
 def install() -> str:
     """Make sampling follow the requests' seeds; returns `status()`.
 
-    Acts on Model Runner V1 (the CPU backend's). V2 keys drafts by the request's seed and position itself, and does
-    not read `draft_seed`.
+    Acts on Model Runner V1 (the CPU backend's). V2 keys drafts by the request's seed and position itself, and
+    does not read `draft_seed`.
 
     Raises:
         EngineError: vLLM lacks a method this replaces.
