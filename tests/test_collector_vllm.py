@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from lora_spec.errors import MissingTierError
 from lora_spec.measure.design import load_design
 from lora_spec.paths import examples_dir

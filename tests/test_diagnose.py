@@ -79,6 +79,15 @@ def test_a_known_adapter_gets_a_prediction_and_a_decision(adapters, predictor_fi
     assert [note.code for note in result.notes][:1] == ["effect_transferred"]
 
 
+def test_a_predictor_that_kept_no_feature_says_so(adapters, predictor, tmp_path) -> None:
+    features = tuple(f.model_copy(update={"coefficient": 0.0}) for f in predictor.features)
+    path = tmp_path / "constant.json"
+    save_predictor(path, predictor.model_copy(update={"features": features}))
+    results = [diagnose(adapter, path) for adapter in (adapters[3], adapters[8])]
+    assert results[0].prediction.point == results[1].prediction.point
+    assert all("constant_prediction" in {note.code for note in result.notes} for result in results)
+
+
 def test_all_four_actions(adapters, predictor, predictor_file, tmp_path) -> None:
     def action(path, load, file=predictor_file):
         return diagnose(path, file, "h100-8b", load).decision.action

@@ -84,9 +84,9 @@ def test_imports_only_point_down() -> None:
             continue
         for name in imports(path, top_level=True):
             parts = name.split(".")
-            if parts[0] == "lora_spec" and len(parts) > 1 and parts[1] in ROOMS:
-                if ROOMS.index(parts[1]) > ROOMS.index(here):
-                    wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+            room_of = parts[1] if parts[0] == "lora_spec" and len(parts) > 1 else None
+            if room_of in ROOMS and ROOMS.index(room_of) > ROOMS.index(here):
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong
 
 

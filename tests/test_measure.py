@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lora_spec.acceptance import censor_last_step
 from lora_spec.errors import EngineError, ParamsError
 from lora_spec.measure.controls import refuse_base, refuse_self_draft

@@ -102,12 +102,12 @@ def diagnose(
 
     Raises:
         CheckpointError: the folder is no readable adapter.
-        PredictorError: no or no valid predictor; a smoke one without ``allow_smoke`` (code
-        ``smoke_predictor``).
+        PredictorError: no or no valid predictor, one that asks for unknown features; a smoke one without
+        ``allow_smoke`` (code ``smoke_predictor``).
         ParamsError: unknown profile, or a load outside it.
     """
     params = load_gate_params()
-    profile = load_profile(profile_name or params.cost_profile)
+    profile = load_profile(params.cost_profile if profile_name is None else profile_name)
     load = profile.load.default if load is None else load
     profile.check_load(load)
     predictor = load_predictor(predictor_file)
@@ -126,6 +126,7 @@ def diagnose(
     features, prediction, delta = {}, None, None
     if not abstain:
         row = feature_row(adapter)
+        predictor.standardised([row])
         features = {feature.name: row[feature.name] for feature in predictor.features}
         if any(item.code == UNTRAINED for item in adapter.reasons):
             delta = Interval(point=0.0, low=0.0, high=0.0)
@@ -161,7 +162,15 @@ def _read(directory: Path, predictor: PortablePredictor) -> Adapter:
     adapter = read_adapter(directory, full=False)
     if not predictor.knows_base(adapter.config.base_model_name):
         return read_adapter(directory)
-    return read_adapter(directory, base_geometry(load_models().model(predictor.base.key)))
+    entry = load_models().model(predictor.base.key)
+    known = predictor.base.hidden_size, predictor.base.num_hidden_layers
+    if known != (entry.geometry.hidden_size, entry.geometry.num_hidden_layers):
+        raise PredictorError(
+            f"the predictor knows {predictor.base.key} with other shapes than params/models.yaml has",
+            fix="fit it again",
+            code="other_base",
+        )
+    return read_adapter(directory, base_geometry(entry))
 
 
 def _plain(item: Reason) -> DecisionReason:
@@ -209,6 +218,13 @@ def _notes(
             code="effect_transferred",
             sentence=f"The change was learned on {predictor.base.key} with {predictor.drafter.key} and is "
             f"applied here to the base acceptance of {profile.name} ({base}): an assumption, no measurement.",
+            severity="warn",
+        )
+    if prediction is not None and not any(f.coefficient for f in predictor.features):
+        yield Note(
+            code="constant_prediction",
+            sentence=f"Tuning on {len(predictor.training.adapters)} adapters kept no feature: the prediction is "
+            "their mean and does not depend on this adapter's weights.",
             severity="warn",
         )
     if prediction is not None and prediction.outside and not prediction.unfamiliar:
