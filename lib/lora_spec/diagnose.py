@@ -223,8 +223,8 @@ def _notes(
     if prediction is not None and not any(f.coefficient for f in predictor.features):
         yield Note(
             code="constant_prediction",
-            sentence=f"Tuning on {len(predictor.training.adapters)} adapters kept no feature: the prediction is "
-            "their mean and does not depend on this adapter's weights.",
+            sentence=f"Tuning on {len(predictor.training.adapters)} adapters kept no feature: the prediction "
+            "is their mean and does not depend on this adapter's weights.",
             severity="warn",
         )
     if prediction is not None and prediction.outside and not prediction.unfamiliar:
