@@ -151,7 +151,12 @@ def _app_that(raises: BaseException) -> typer.Typer:
         ),
         (LoraSpecError("two\nlines"), 2, "lora-spec: error: two lines\n"),
         (OSError(errno.ENOSPC, "No space left", "out.json"), 2, "lora-spec: error: disk full (out.json). "),
+        (LoraSpecError("a\x1b[31mb"), 2, "lora-spec: error: a?[31mb\n"),
+        (OSError(errno.EACCES, "denied", "out.json"), 2, "lora-spec: error: denied (out.json). "),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "x"), 2, "lora-spec: error: Is a directory (x). "),
         (KeyboardInterrupt(), 130, ""),
+        (typer.Exit(3), 3, ""),
+        (typer.BadParameter("[/] no"), 2, "lora-spec: error: Invalid value: [/] no"),
     ],
 )
 def test_known_errors_are_one_line_and_an_exit_code(monkeypatch, cli, raised, code, line):
@@ -175,7 +180,17 @@ def test_version_and_commands(cli):
         assert command in helped
     for command in ("doctor", "notebook", "bench"):
         assert cli(command, "--help").returncode == 0
-    assert cli("no-such-command").returncode == 2
+    for wrong in (
+        ["no-such-command"],
+        ["bench", "--no-such-option"],
+        ["measure"],
+        ["corpora", "--workers", "0"],
+    ):
+        done = cli(*wrong)
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.startswith("lora-spec: error: ") and done.stderr.count("\n") == 1
+    for group in ([], ["notebook"]):
+        assert "Usage:" in "".join(cli(*group)[1:]) and cli(*group).returncode == 2
 
 
 # ---------------------------------------------------------------- doctor

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 
+def printable(text: object) -> str:
+    """``text`` on one line and without control characters: names of files and models come from strangers."""
+    line = " ".join(str(text).split())
+    return line if line.isprintable() else "".join(c if c.isprintable() else "?" for c in line)
+
+
 class LoraSpecError(Exception):
     """Base of every expected failure; the command line prints it as one line and exits with 2.
 

@@ -44,6 +44,7 @@ def register(app: typer.Typer) -> None:
         usable.
         """
         from lora_spec.diagnose import diagnose, diagnosis_rows
+        from lora_spec.errors import printable
         from lora_spec.predictor.paths import predictor_path
 
         result = diagnose(adapter, predictor or predictor_path(), cost_profile, load, allow_smoke=allow_smoke)
@@ -58,7 +59,7 @@ def register(app: typer.Typer) -> None:
         console = Console()
         if not console.is_terminal:
             for label, value in rows:
-                typer.echo(f"{label}: {value}")
+                typer.echo(f"{label}: {printable(value)}")
             return
         colours = {"green": "green", "amber": "yellow", "red": "red", "abstain": "magenta"}
         table = Table(
@@ -67,5 +68,5 @@ def register(app: typer.Typer) -> None:
         )
         for label, value in rows:
             style = f"bold {colours[result.decision.action.value]}" if label == "action" else ""
-            table.add_row(Text(label), Text(value, style=style))
+            table.add_row(Text(label), Text(printable(value), style=style))
         console.print(table)

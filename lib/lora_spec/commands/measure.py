@@ -17,6 +17,7 @@ def _run(
     design: str, task: str, execute: bool, workers: int, only: list[str] | None, replace_stale: bool
 ) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from lora_spec.measure.collector import Collector
@@ -33,11 +34,12 @@ def _run(
         for line in problems:
             console.print(f"  {line}", soft_wrap=True, markup=False)
         raise typer.Exit(2)
-    table = Table(title=f"{collector.design.experiment}: {task} (plan only; nothing was run)")
+    title = f"{escape(collector.design.experiment)}: {task} (plan only; nothing was run)"
+    table = Table(title=title)
     for name in ("unit", "kind", "requests", "state", "record"):
         table.add_column(name, justify="right" if name == "requests" else "left")
     for row in collector.plan():
-        table.add_row(row.unit.name, row.unit.kind.value, str(row.requests), row.state, rel(row.path))
+        table.add_row(row.unit.name, row.unit.kind.value, str(row.requests), row.state, escape(rel(row.path)))
     console.print(table)
     console.print("All frozen inputs verified. Run it with --execute.")
 
