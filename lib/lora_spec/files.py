@@ -48,6 +48,30 @@ def canonical_sha256(obj: Any) -> str:
     return sha256_bytes(canonical_json(obj))
 
 
+def parse_json(data: bytes) -> Any:
+    """Strict JSON: UTF-8, no name twice (JSON would keep the last), no NaN or Infinity, not too deep.
+
+    Raises:
+        ValueError: saying what is wrong.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise ValueError(f"name {twice!r} given twice")
+        return made
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON number")
+
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def _unique_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(None, None, "a key is no scalar", key_node.start_mark)
         key = loader.construct_object(key_node, deep=deep)
         if key in seen:
             raise yaml.constructor.ConstructorError(
@@ -52,11 +55,13 @@ def read_yaml(path: Path | str) -> Any:
         return yaml.load(source.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except FileNotFoundError as error:
         raise ParamsError("parameter file not found", where=rel(source)) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ParamsError("cannot read the parameter file", where=rel(source), fix=str(error)) from error
     except yaml.YAMLError as error:
         detail = " ".join(str(error).split())
         raise ParamsError(f"not valid YAML: {detail}", where=rel(source)) from error
+    except RecursionError as error:
+        raise ParamsError("not valid YAML: nested too deeply", where=rel(source)) from error
+    except (OSError, ValueError) as error:  # not UTF-8, or a name that no file can have
+        raise ParamsError("cannot read the parameter file", where=rel(source), fix=str(error)) from error
 
 
 def validate(model: type[M], data: Any, *, where: object) -> M:
@@ -68,7 +73,10 @@ def validate(model: type[M], data: Any, *, where: object) -> M:
     if not isinstance(data, Mapping):
         raise ParamsError(f"expected a mapping of parameters, got {type(data).__name__}", where=where)
     try:
-        return model.model_validate(data)
+        # By way of JSON, because only there strict types let a list be a tuple and a word an enumeration.
+        return model.model_validate_json(json.dumps(data), strict=True)
+    except (TypeError, RecursionError) as error:
+        raise ParamsError("a value is no number, word, list or mapping", where=where) from error
     except ValidationError as error:
         problems = error.errors()
         first = problems[0]
@@ -80,6 +88,8 @@ def validate(model: type[M], data: Any, *, where: object) -> M:
         if len(problems) > 1:
             text += f" (and {len(problems) - 1} more)"
         raise ParamsError(text, where=where) from error
+    except ValueError as error:  # a YAML alias inside what it stands for
+        raise ParamsError("a value contains itself", where=where) from error
 
 
 def load_params(model: type[M], path: Path | str) -> M:

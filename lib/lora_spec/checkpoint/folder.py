@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from lora_spec.checkpoint.reasons import shown
 from lora_spec.errors import CheckpointError
+from lora_spec.files import parse_json
 
 MAX_JSON_BYTES = 4 << 20
 
@@ -105,23 +105,10 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
     Raises:
         CheckpointError: ``bad_json``.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise ValueError(f"name {shown(twice)!r} given twice")
-        return made
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON number")
-
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        detail = shown(error) if isinstance(error, ValueError) else "nested too deeply"
-        raise CheckpointError(f"not valid JSON: {detail}", where=where, code="bad_json") from error
+        value = parse_json(data)
+    except ValueError as error:
+        raise CheckpointError(f"not valid JSON: {shown(error)}", where=where, code="bad_json") from error
     if not isinstance(value, dict):
         raise CheckpointError("expected a JSON object", where=where, code="bad_json")
     return value
