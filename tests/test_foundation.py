@@ -17,7 +17,14 @@ import pytest
 
 from lora_spec.errors import EvidenceError, ParamsError
 from lora_spec.evidence import collect_evidence
-from lora_spec.files import atomic_dir, atomic_path, atomic_write_json, canonical_json, canonical_sha256
+from lora_spec.files import (
+    atomic_dir,
+    atomic_path,
+    atomic_write_json,
+    canonical_json,
+    canonical_sha256,
+    sha256_file,
+)
 from lora_spec.params import StrictModel, load_params
 from lora_spec.provenance import (
     EvidenceClass,
@@ -173,7 +180,11 @@ def test_evidence_counts_distinct_things_and_reports_damage(tmp_path: Path) -> N
     folder = tmp_path / "pocket" / "phase2" / "screen"
     write_record(folder / "a.json", record(), {"requests": FRAME})
     write_record(folder / "b.json", record(covers={"adapters": ["x", "y"], "prompts": ["german/1"]}))
-    (folder / "predictor.json").write_text('{"schema": "lora-spec-predictor/1"}')
+    predictor = folder / "predictor.json"
+    predictor.write_text('{"schema": "lora-spec-predictor/1"}')
+    assert [text for _, text in collect_evidence(tmp_path).problems] == ["no record claims this file"]
+    claim = {"predictor": predictor.name, "predictor_sha256": sha256_file(predictor)}
+    write_record(folder / "a.json", record(results=claim), {"requests": FRAME})
     report = collect_evidence(tmp_path)
     assert report.hashes_ok
     assert report.groups == [
@@ -190,10 +201,43 @@ def test_evidence_counts_distinct_things_and_reports_damage(tmp_path: Path) -> N
     ]
     (folder / "b.json").write_text("{")
     (folder / "stray.parquet").write_bytes(b"x")
+    predictor.write_text('{"schema": "lora-spec-predictor/1", "intercept": 9}')
     report = collect_evidence(tmp_path)
     assert not report.hashes_ok
-    assert {name for name, _ in report.problems} == {"b.json", "stray.parquet"}
+    assert {name for name, _ in report.problems} == {"b.json", "stray.parquet", predictor.name}
     assert report.payload()["hashes_ok"] is False
+    with pytest.raises(EvidenceError, match="no folder"):
+        collect_evidence(tmp_path / "misspelt")
+
+
+def test_damage_of_any_kind_is_listed_and_never_read_as_markup(tmp_path: Path, monkeypatch, cli) -> None:
+    write_record(tmp_path / "a.json", record(), {"requests": FRAME})
+    data = json.loads((tmp_path / "a.json").read_text())
+    table = table_path(tmp_path / "a.json", "requests")
+    table.write_bytes(b"no Parquet")
+    data["files"] = {table.name: sha256_file(table)}
+    (tmp_path / "a.json").write_text(json.dumps(data))
+    for name, change in {
+        "surrogate": {"experiment": "\ud800"},
+        "infinite": {"results": {"alpha": float("inf")}},
+        "[red]": {"tier": "[/]"},
+        "escape\x1b[31m": {"x[/]": 1},
+    }.items():
+        text = json.dumps(data | {"files": {}} | change).replace("Infinity", "1e999")
+        (tmp_path / f"{name}.json").write_text(text)
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "twice.json").write_text('{"schema": 1, "schema": 2}')
+    monkeypatch.setenv("LORA_SPEC_RESULTS", str(tmp_path))
+    done = cli("evidence")
+    assert done.returncode == 2 and "7 problems:" in done.stdout and done.stderr == ""
+    for line in (
+        "a.json: table a.requests.parquet is not Parquet",
+        "surrogate.json: the record holds text or numbers that cannot be hashed",
+        "[red].json: the record does not match its own hash",
+        "escape?[31m.json: not a",
+        "deep.json: cannot read the record",
+    ):
+        assert line in done.stdout
 
 
 class Example(StrictModel):
@@ -211,6 +255,12 @@ class Example(StrictModel):
         ("k: [\n", "not valid YAML"),
         ("- 1\n", "expected a mapping"),
         ("", "expected a mapping"),
+        ("k: '4'\n", "valid integer.*'4'"),
+        ("k: true\n", "valid integer"),
+        ("k: 2000-01-01\n", "no number, word"),
+        ("k: &a [*a]\n", "contains itself"),
+        ("? [k]\n: 4\n", "not valid YAML: a key"),
+        ("[" * 2000, "nested too deeply"),
         ("k: !!python/object/apply:os.system ['true']\n", "not valid YAML"),
     ],
 )

@@ -10,7 +10,6 @@ import datetime as dt
 import functools
 import importlib.metadata
 import io
-import json
 import os
 import platform
 import subprocess
@@ -29,6 +28,7 @@ from lora_spec.files import (
     atomic_write_bytes,
     atomic_write_json,
     canonical_sha256,
+    parse_json,
     sha256_bytes,
     sha256_file,
 )
@@ -227,14 +227,14 @@ def load_record(
     """
     source = Path(path)
     try:
-        record = Record.model_validate(json.loads(source.read_bytes()))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise EvidenceError("cannot read the record", where=rel(source), fix=str(error)) from error
+        record = Record.model_validate(parse_json(source.read_bytes()))
     except ValidationError as error:
         first = error.errors()[0]
         raise EvidenceError(
             f"not a {SCHEMA} record: {'.'.join(map(str, first['loc']))}: {first['msg']}", where=rel(source)
         ) from error
+    except (OSError, ValueError) as error:
+        raise EvidenceError("cannot read the record", where=rel(source), fix=str(error)) from error
     if record.evidence_class not in set(allow):
         raise EvidenceError(
             f"evidence class {record.evidence_class} where only {', '.join(sorted(allow))} is accepted",
@@ -250,22 +250,29 @@ def load_record(
 
 def record_problems(path: Path, record: Record) -> Iterator[str]:
     """What does not match its hash: the record, its config, or one of its tables."""
-    if record.hash() != record.record_sha256:
-        yield "the record does not match its own hash"
-    if canonical_sha256(record.config) != record.config_sha256:
-        yield "the config does not match its hash"
+    try:
+        if record.hash() != record.record_sha256:
+            yield "the record does not match its own hash"
+        if canonical_sha256(record.config) != record.config_sha256:
+            yield "the config does not match its hash"
+    except ValueError:  # 1e999 parses to infinity, and half of a surrogate pair has no UTF-8 form
+        yield "the record holds text or numbers that cannot be hashed"
     for name, digest in record.files.items():
         if Path(name).name != name:
-            yield f"table name {name!r} leaves the record's directory"
+            yield f"file name {name!r} leaves the record's directory"
             continue
         table = path.parent / name
         if not table.is_file():
-            yield f"table {name} is missing"
+            yield f"file {name} is missing"
         elif sha256_file(table) != digest:
-            yield f"table {name} does not match its hash"
+            yield f"file {name} does not match its hash"
         elif table.suffix == ".parquet":
-            metadata = pq.read_schema(table).metadata or {}
-            if metadata.get(b"lora_spec.record_sha256", b"").decode() != record.record_sha256:
+            try:
+                metadata = pq.read_schema(table).metadata or {}
+            except (OSError, pa.ArrowException):
+                yield f"table {name} is not Parquet"
+                continue
+            if metadata.get(b"lora_spec.record_sha256", b"").decode(errors="replace") != record.record_sha256:
                 yield f"table {name} belongs to another record"
 
 

@@ -21,7 +21,9 @@ def register(app: typer.Typer) -> None:
         """
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
 
+        from lora_spec.errors import printable
         from lora_spec.evidence import collect_evidence
 
         report = collect_evidence()
@@ -33,11 +35,17 @@ def register(app: typer.Typer) -> None:
             for name in columns:
                 table.add_column(name, justify="left" if name in columns[:3] else "right")
             for group in report.groups:
-                table.add_row(*(str(group[name]) for name in columns))
+                table.add_row(*(Text(printable(group[name])) for name in columns))
             console = Console()
             console.print(table)
-            console.print("all hashes match" if report.hashes_ok else f"{len(report.problems)} problems:")
+            console.print(_verdict(len(report.groups), len(report.problems)))
             for name, text in report.problems:
-                console.print(f"  {name}: {text}", soft_wrap=True)
+                console.print(f"  {printable(name)}: {printable(text)}", soft_wrap=True, markup=False)
         if not report.hashes_ok:
             raise typer.Exit(2)
+
+
+def _verdict(groups: int, problems: int) -> str:
+    if problems:
+        return f"{problems} problem{'s' if problems > 1 else ''}:"
+    return "all hashes match" if groups else "no records here"
