@@ -229,6 +229,11 @@ def test_abstaining_exits_with_zero(cli, predictor_file, tmp_path) -> None:
         (["good", "--load", "5000"], "outside what profile"),
         (["good", "--predictor", "none.json"], "predictor file not found"),
         (["nan"], "NaN or infinity"),
+        (["good", "--load", "0"], "greater than or equal to 1"),
+        (["good", "--load", "nan"], "valid integer"),
+        (["good", "--cost-profile", ""], "unknown cost profile"),
+        (["gone\x1b[31m"], "gone?[31m"),
+        (["a\0b"], "null byte"),
     ],
 )
 def test_errors_are_one_line(cli, adapters, predictor_file, tmp_path, monkeypatch, arguments, match) -> None:
@@ -247,7 +252,28 @@ def test_errors_are_one_line(cli, adapters, predictor_file, tmp_path, monkeypatc
     assert match.lower() in done.stderr.lower()
 
 
+def test_a_predictor_that_does_not_fit_the_library_is_refused(adapters, predictor, tmp_path) -> None:
+    path = tmp_path / "other.json"
+    first = predictor.features[0].model_copy(update={"name": "no_such"})
+    save_predictor(path, predictor.model_copy(update={"features": (first, *predictor.features[1:])}))
+    with pytest.raises(PredictorError, match="no_such"):
+        diagnose(adapters[3], path)
+    base = predictor.base.model_copy(update={"hidden_size": 5})
+    save_predictor(path, predictor.model_copy(update={"base": base}))
+    with pytest.raises(PredictorError, match="other shapes"):
+        diagnose(adapters[3], path)
+
+
 def test_hostile_names_cannot_write_to_the_terminal(cli, predictor_file, tmp_path) -> None:
     path = pocket_adapter(tmp_path / "a\x1b[31mb", base_model_name_or_path="x\x1b]0;y\x07\nz")
     done = cli("diagnose", path, "--predictor", predictor_file)
     assert done.returncode == 0 and "\x1b" not in done.stdout and "\x07" not in done.stdout
+
+
+def test_hostile_words_of_a_predictor_stay_on_their_line(cli, adapters, predictor, tmp_path) -> None:
+    path = tmp_path / "p.json"
+    drafter = predictor.drafter.model_copy(update={"key": "d\x1b[31m\naction: green"})
+    save_predictor(path, predictor.model_copy(update={"drafter": drafter}))
+    done = cli("diagnose", adapters[3], "--predictor", path)
+    assert done.returncode == 0 and "\x1b" not in done.stdout
+    assert sum(line.startswith("action: ") for line in done.stdout.splitlines()) == 1

@@ -95,6 +95,13 @@ def test_reasons_to_abstain_win_over_any_prediction() -> None:
         decide(None, H100, 32, PARAMS)
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_interval_without_end_abstains() -> None:
+    decision = decide(around(0.0, 1e308), H100, 192, PARAMS)
+    assert decision.action is Action.ABSTAIN and decision.reasons[0].code == "interval_too_wide"
+    assert decide(around(-1e300), H100, 256, PARAMS).action is Action.RED
+
+
 def test_alpha_is_the_profiles_base_moved_and_clipped() -> None:
     decision = decide(around(-0.9, 0.2), H100, 32, PARAMS)
     assert decision.alpha == Interval(point=0.0, low=0.0, high=0.0)

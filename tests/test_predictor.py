@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,7 @@ from lora_spec.predictor import intervals as iv
 from lora_spec.predictor.fit import MODEL, Fit, fit_predictor
 from lora_spec.predictor.ood import distances, shrunk_precision, standardiser
 from lora_spec.predictor.params import PredictorParams
-from lora_spec.predictor.portable import transformed
+from lora_spec.predictor.portable import PortablePredictor, transformed
 from lora_spec.predictor.tables import project
 
 PARAMS = load_predictor_params()
@@ -152,6 +153,12 @@ def test_json_form_is_stable(fitted) -> None:
         (lambda d: d["features"].__setitem__(0, d["features"][1]), "named twice"),
         (lambda d: d.update(mode="checkpoint_meta"), "mode"),
         (lambda d: d.update(evidence_class="guessed"), "evidence_class"),
+        (lambda d: d.update(evidence_class="contract"), "measured or on smoke"),
+        (lambda d: d.update(intercept="0.1"), "intercept"),
+        (lambda d: d.update(intercept=True), "intercept"),
+        (lambda d: d["features"][0].update(min=2.0, max=1.0), "min above max"),
+        (lambda d: d["ood"]["precision"][0].__setitem__(0, -1.0), "positive definite"),
+        (lambda d: d["ood"]["precision"][0].__setitem__(1, 1e6), "symmetric"),
     ],
 )
 def test_damaged_files_are_refused(fitted, tmp_path, change, match) -> None:
@@ -163,7 +170,9 @@ def test_damaged_files_are_refused(fitted, tmp_path, change, match) -> None:
         load_predictor(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b"null"])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b"\xff", b"null", b"[" * 100_000, b'{"a": 1, "a": 2}']
+)
 def test_other_files_are_refused(tmp_path, content) -> None:
     path = tmp_path / "p.json"
     path.write_bytes(content)
@@ -182,6 +191,16 @@ def test_inputs_are_checked(tables, fitted) -> None:
         assert error.value.code == code and name in str(error.value)
     with pytest.raises(PredictorError):
         fitted.predictor.predict(row | {"fro_mlp": -2.0})
+
+
+def test_a_prediction_that_overflows_is_an_error_without_warnings(tables, fitted) -> None:
+    data = fitted.predictor.payload()
+    data["features"][0].update(scale=1e-320)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(PredictorError) as error:
+            PortablePredictor.model_validate(data).predict(tables[0].iloc[0].to_dict())
+    assert error.value.code == "overflow"
 
 
 def test_the_mode_sees_only_its_columns(tables, fitted, tmp_path) -> None:
@@ -346,6 +365,12 @@ def test_fit_command(cli, screen, tmp_path) -> None:
     again = cli(*fit_args(records, output, "--execute"))
     assert again.returncode == 0 and "reproduced byte for byte" in again.stdout
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+    # A fit that ended between predictor and record is seen, and mended by the next.
+    (output / "record.oof.parquet").unlink()
+    mended = cli(*fit_args(records, output, "--execute"))
+    assert mended.returncode == 0 and "written" in mended.stdout
+    assert (output / "record.oof.parquet").is_file()
 
 
 def test_fit_without_features_or_with_other_adapters(cli, screen, tmp_path) -> None:

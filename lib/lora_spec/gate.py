@@ -136,8 +136,10 @@ def decide(
         )
 
     depths = range(profile.default_depth + 1)
-    grid = np.union1d(np.linspace(delta.low, delta.high, params.interval_points), [delta.point])
-    point = int(np.searchsorted(grid, delta.point))
+    # No change exceeds ±1, and beyond that the goodput is flat: only that part of the interval is searched.
+    low, high, middle = np.clip([delta.low, delta.high, delta.point], -1.0, 1.0)
+    grid = np.union1d(np.linspace(low, high, params.interval_points), [middle])
+    point = int(np.searchsorted(grid, middle))
     table = np.stack([profile.goodput(load, k, grid) for k in depths])
     depth = _best_depth(table[:, point], params.min_gain)
     regret = 1.0 - table[depth] / table.max(axis=0)

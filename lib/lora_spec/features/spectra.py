@@ -93,7 +93,8 @@ def _from_qr(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.zeros(a.shape[0])
     r_a = np.linalg.qr(a.T.astype(np.float64) / top_a, mode="r")
     r_b = np.linalg.qr(b.astype(np.float64) / top_b, mode="r")
-    return np.linalg.svd(r_b @ r_a.T, compute_uv=False) * float(top_a) * float(top_b)
+    with np.errstate(over="ignore"):  # whoever asked looks for infinity and names the tensor
+        return np.linalg.svd(r_b @ r_a.T, compute_uv=False) * float(top_a) * float(top_b)
 
 
 def _gram(tall: np.ndarray) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from lora_spec.errors import LoraSpecError
-from lora_spec.files import atomic_write_json
+from lora_spec.files import atomic_write_json, parse_json
 from lora_spec.paths import rel
 from lora_spec.predictor.params import Mode, Transform
 from lora_spec.provenance import EvidenceClass
@@ -151,6 +150,11 @@ class PortablePredictor(_Model):
             len(row) != p for row in (*self.ood.precision, *self.ood.points)
         ):
             raise ValueError("ood.precision or ood.points does not fit the number of features")
+        if any(f.minimum > f.maximum for f in self.features):
+            raise ValueError("a feature has min above max")
+        if self.evidence_class not in (EvidenceClass.MEASURED, EvidenceClass.SMOKE):
+            raise ValueError("a predictor is fitted on measured or on smoke numbers")
+        _check_precision(np.array(self.ood.precision))
         return self
 
     def standardised(self, rows: Sequence[Mapping[str, float]]) -> np.ndarray:
@@ -175,14 +179,18 @@ class PortablePredictor(_Model):
         """Predict the label of one adapter from its features (`lora_spec.features.feature_row`).
 
         Raises:
-            PredictorError: a feature is missing, not finite, or outside its transform's domain.
+            PredictorError: a feature is missing, not finite, or outside its transform's domain; the result
+                leaves the range of float64 (code ``overflow``).
         """
-        z = self.standardised([row])[0]
-        point = float(self.intercept + z @ np.array([f.coefficient for f in self.features]))
-        mahalanobis = float(np.sqrt(max(0.0, z @ np.array(self.ood.precision) @ z)))
-        distances = np.linalg.norm(np.array(self.ood.points) - z, axis=1)
-        nearest = int(np.argmin(distances))
         ood = self.ood
+        with np.errstate(over="ignore", invalid="ignore"):
+            z = self.standardised([row])[0]
+            point = float(self.intercept + z @ np.array([f.coefficient for f in self.features]))
+            mahalanobis = float(np.sqrt(np.maximum(0.0, z @ np.array(ood.precision) @ z)))
+            distances = np.linalg.norm(np.array(ood.points) - z, axis=1)
+        nearest = int(np.argmin(distances))
+        if not np.isfinite([point + self.interval.half_width, mahalanobis, distances[nearest]]).all():
+            raise PredictorError("the prediction leaves the range of float64", code="overflow")
         return Prediction(
             point=point,
             low=point - self.interval.half_width,
@@ -211,8 +219,14 @@ class PortablePredictor(_Model):
         return self.model_dump(mode="json", by_alias=True)
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+def _check_precision(precision: np.ndarray) -> None:
+    """An inverse covariance is symmetric and positive definite; else distances mean nothing."""
+    try:
+        if not np.allclose(precision, precision.T, rtol=0.0, atol=1e-9 * np.abs(precision).max()):
+            raise ValueError("ood.precision is not symmetric")
+        np.linalg.cholesky(precision)
+    except np.linalg.LinAlgError as error:
+        raise ValueError("ood.precision is not positive definite") from error
 
 
 def _last_part(name: str) -> str:
@@ -249,10 +263,11 @@ def load_predictor(path: Path) -> PortablePredictor:
 
     Raises:
         PredictorError: missing, not JSON, of another schema version, an unknown or missing key, a number that
-            is not finite, or shapes that do not fit.
+            is not finite or is given as text, or shapes that do not fit.
     """
     try:
-        data = json.loads(path.read_bytes(), parse_constant=_no_constant)
+        raw = path.read_bytes()
+        data = parse_json(raw)
     except FileNotFoundError as error:
         raise PredictorError(
             "predictor file not found",
@@ -266,7 +281,7 @@ def load_predictor(path: Path) -> PortablePredictor:
     if schema != SCHEMA:
         raise PredictorError(f"expected a {SCHEMA} file, got {schema!r:.60}", where=rel(path), code="schema")
     try:
-        return PortablePredictor.model_validate(data)
+        return PortablePredictor.model_validate_json(raw, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"])) or "(top level)"

@@ -25,7 +25,7 @@ from lora_spec.predictor.tables import (
     read_features,
     write_features,
 )
-from lora_spec.provenance import EvidenceClass, Record, load_table, new_record, write_record
+from lora_spec.provenance import EvidenceClass, Record, load_record, load_table, new_record, write_record
 from lora_spec.screen import load_screen
 
 FIT_RECORD = "record.json"
@@ -137,9 +137,9 @@ def run_fit(inputs: FitInputs) -> FitOutcome:
             evidence_class=inputs.evidence_class,
         )
     path = predictor_path(directory, params.mode)
-    before = path.read_bytes() if path.is_file() and (directory / FIT_RECORD).is_file() else None
+    before = _recorded_sha256(directory, inputs.evidence_class)
     save_predictor(path, fit.predictor)
-    unchanged = path.read_bytes() == before
+    unchanged = sha256_file(path) == before
     if not unchanged:
         record = new_record(
             experiment="phase3_fit",
@@ -165,6 +165,14 @@ def run_fit(inputs: FitInputs) -> FitOutcome:
         )
         write_record(directory / FIT_RECORD, record, {OUT_OF_FOLD: fit.out_of_fold})
     return FitOutcome(fit.predictor, path, unchanged)
+
+
+def _recorded_sha256(directory: Path, evidence_class: EvidenceClass) -> str | None:
+    """Hash of the predictor that a whole record here stands for; None after a fit that did not end."""
+    try:
+        return load_record(directory / FIT_RECORD, allow=(evidence_class,)).results.get("predictor_sha256")
+    except EvidenceError:
+        return None
 
 
 def _check_pair(records: Mapping[str, Record], params: PredictorParams) -> None:
