@@ -164,6 +164,11 @@ def test_the_smoke_tier_writes_apart(make_notebook, tmp_path):
         assert read_notebook(tmp_path / "out.ipynb").cells[-1].outputs[0].text.strip() == where
 
 
+def test_a_directory_is_no_output(make_notebook, tmp_path):
+    with pytest.raises(NotebookError, match="directory"):
+        run_notebook(make_notebook("a = 1", "1 / 0"), tmp_path)
+
+
 def test_a_missing_or_damaged_notebook_is_one_clear_error(tmp_path):
     for text in (None, "{", '{"cells": 3}'):
         path = tmp_path / "x.ipynb"

@@ -258,6 +258,8 @@ def run_notebook(
         NotebookError: no `parameters` cell; a cell failed, left early or ran too long. `output` is as it was.
     """
     source, given = Path(source), dict(parameters or {})
+    if Path(output).is_dir():
+        raise NotebookError("the output is a directory", where=rel(output), fix="Give the name of a file")
     nb = read_notebook(source)
     check_parameters(given, declared_parameters(nb, rel(source)), rel(source))
     ids = iter([cell.get("id") or f"cell-{index}" for index, cell in enumerate(nb.cells)])
