@@ -27,15 +27,20 @@ ENV = {
 
 
 def run_engine(
-    folder: Path, *, engine: dict[str, Any], calls: list[Any], fixes: Sequence[str]
+    folder: Path, *, engine: dict[str, Any], calls: list[Any], fixes: Sequence[str], plugin: str | None = None
 ) -> dict[str, Any]:
-    """Run the calls in a fresh process; `folder` keeps the spec and the answer."""
+    """Run the calls in a fresh process; `folder` keeps the spec and the answer.
+
+    With `plugin` (a value of LORA_SPEC_SERVING) the engine core gets a further process of its own, as a
+    server's does, where only vLLM's plugin loading can install the fixes.
+    """
     folder.mkdir(exist_ok=True)
     spec, out = folder / "spec.json", folder / "out.json"
     spec.write_text(json.dumps({"engine": engine, "calls": calls, "fixes": list(fixes)}))
+    served = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "LORA_SPEC_SERVING": plugin} if plugin else {}
     done = subprocess.run(
         [sys.executable, __file__, str(spec), str(out)],
-        env={**os.environ, **ENV},
+        env={**os.environ, **ENV, **served},
         capture_output=True,
         text=True,
         timeout=1200,

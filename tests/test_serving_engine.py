@@ -253,6 +253,20 @@ def test_a_prompt_split_over_steps_gives_the_same_tokens(seeded, pair):
     assert tokens_of(done["calls"][0]) == tokens_of(seeded["long"])
 
 
+def test_the_plugin_installs_the_fixes_in_the_engine_process_of_a_server(pair, requests):
+    engine = {"model": pair.target_path, **speculation(pair.target_path)}
+    done = run_engine(
+        pair.folder / "plugin",
+        engine=engine,
+        calls=[requests, requests],
+        fixes=[],
+        plugin="expand,draft_seeds",
+    )
+    assert set(done["status"].values()) == {"not installed"}  # in the client's process
+    assert acceptance(done["calls"][0])[1] >= 4.9
+    assert tokens_of(done["calls"][0]) == tokens_of(done["calls"][1])
+
+
 # --- the distribution is the target's ---
 
 
