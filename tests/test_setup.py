@@ -173,6 +173,12 @@ def test_an_unknown_error_is_not_hidden(monkeypatch):
         cli.main()
 
 
+def test_a_misspelt_root_is_an_error(monkeypatch, cli, tmp_path):
+    monkeypatch.setenv("LORA_SPEC_ROOT", str(tmp_path / "misspelt"))
+    done = cli("corpora")
+    assert done.returncode == 2 and "misspelt" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_version_and_commands(cli):
     assert cli("--version").stdout == f"lora-spec {PROJECT['version']}\n"
     helped = cli("--help").stdout

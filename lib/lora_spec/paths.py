@@ -11,20 +11,22 @@ _MARKERS = ("pyproject.toml", "params")
 
 
 def repo_root() -> Path:
-    """Root of the checkout: ``LORA_SPEC_ROOT``, else the editable install's, else a parent of the cwd.
+    """Root of the checkout: ``LORA_SPEC_ROOT`` where set, else the editable install's, else a parent of the cwd.
 
     Raises:
         LoraSpecError: no such directory is found.
     """
     override = os.environ.get("LORA_SPEC_ROOT")
-    candidates = [Path(override)] if override else []
-    candidates.append(Path(__file__).resolve().parents[2])
-    candidates.extend([Path.cwd(), *Path.cwd().parents])
+    if override:  # what was asked for by name is not quietly replaced by another checkout
+        candidates = [Path(override)]
+    else:
+        candidates = [Path(__file__).resolve().parents[2], Path.cwd(), *Path.cwd().parents]
     for candidate in candidates:
         if all((candidate / marker).exists() for marker in _MARKERS):
             return candidate.resolve()
     raise LoraSpecError(
         "cannot find the LoRA-Spec checkout",
+        where=override,
         fix="run inside a clone, or set LORA_SPEC_ROOT to one",
     )
 
