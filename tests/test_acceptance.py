@@ -166,6 +166,9 @@ def test_pooled_rates_by_hand() -> None:
         }
     )
     check_requests(table)
+    for bad in (table.assign(drafted="x"), table.assign(k=[4.0, np.nan]), table.drop(columns="rejections")):
+        with pytest.raises(EvidenceError, match="whole numbers"):
+            check_requests(bad)
     rates = pooled_rates(table)
     assert rates.alpha == 11 / 13
     assert rates.acceptance_rate == 13 / 20

@@ -193,8 +193,15 @@ def check_requests(requests: pd.DataFrame) -> None:
     recomputed from the table and are only checked for bounds.
 
     Raises:
-        EvidenceError: (code ``counts_contradict``) naming the first row that does not follow from its steps.
+        EvidenceError: (code ``counts_contradict``) naming the first row that does not follow from its steps, or
+            the column that is absent or holds other than whole numbers.
     """
+    for name in ("k", "output_tokens", "accepted_emitted", "rejections", "drafted"):
+        if name not in requests or not (requests.empty or pd.api.types.is_integer_dtype(requests[name])):
+            raise EvidenceError(
+                f"column {name} of the requests is absent or holds other than whole numbers",
+                code="counts_contradict",
+            )
     steps = requests["steps_accepted"].tolist()
     k = requests["k"].to_numpy(dtype=np.int64)
     counts = censor_requests(steps, requests["output_tokens"].to_numpy(), k)
