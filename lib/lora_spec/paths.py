@@ -11,7 +11,7 @@ _MARKERS = ("pyproject.toml", "params")
 
 
 def repo_root() -> Path:
-    """Root of the checkout: ``LORA_SPEC_ROOT`` where set, else the editable install's, else a parent of the cwd.
+    """Root of the checkout: ``LORA_SPEC_ROOT`` where set, else the editable install's or a parent of the cwd.
 
     Raises:
         LoraSpecError: no such directory is found.

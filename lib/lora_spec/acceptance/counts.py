@@ -193,8 +193,8 @@ def check_requests(requests: pd.DataFrame) -> None:
     recomputed from the table and are only checked for bounds.
 
     Raises:
-        EvidenceError: (code ``counts_contradict``) naming the first row that does not follow from its steps, or
-            the column that is absent or holds other than whole numbers.
+        EvidenceError: (code ``counts_contradict``) naming the first row that does not follow from its steps,
+            or the column that is absent or holds other than whole numbers.
     """
     for name in ("k", "output_tokens", "accepted_emitted", "rejections", "drafted"):
         if name not in requests or not (requests.empty or pd.api.types.is_integer_dtype(requests[name])):
