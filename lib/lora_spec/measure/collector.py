@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lora_spec.errors import EvidenceError, LoraSpecError
+from lora_spec.errors import EvidenceError, LoraSpecError, printable
 from lora_spec.measure.design import (
     GENERAL,
     Design,
@@ -88,10 +88,20 @@ class Collector:
         current = unit_config(self.design, unit, self.task) == record.config
         return "done" if current and self.inputs.revisions(unit) == record.revisions else "stale"
 
-    def plan(self) -> list[PlannedUnit]:
-        """Every unit with its state. Inputs must be valid (see :meth:`problems`)."""
+    def plan(self, only: Sequence[str] = ()) -> list[PlannedUnit]:
+        """Every unit, or those named, with its state. Inputs must be valid (see :meth:`problems`).
+
+        Raises:
+            LoraSpecError: the design has no unit of that name.
+        """
+        units = self.units()
+        for name in only:
+            if name not in {unit.name for unit in units}:
+                raise LoraSpecError(f"no unit {name} in this design", where=self.design_path)
         rows = []
-        for unit in self.units():
+        for unit in units:
+            if only and unit.name not in only:
+                continue
             prompts = sum(self.design.range_of(s).count for s in unit.prompt_sets)
             decodings = len(self.design.decodings) if self.task == "acceptance" else 1
             rows.append(PlannedUnit(unit, self.path(unit), self.state(unit), prompts * decodings))
@@ -171,12 +181,7 @@ class Collector:
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise LoraSpecError(problems[0] + more, where=self.design.experiment)
-        rows = self.plan()
-        if only:
-            known = {row.unit.name for row in rows}
-            unknown = [name for name in only if name not in known]
-            if unknown:
-                raise LoraSpecError(f"no unit {unknown[0]} in this design", where=self.design_path)
+        rows = self.plan(only)
         stale = [row for row in rows if row.state == "stale"]
         if stale and not replace_stale:
             raise LoraSpecError(
@@ -186,11 +191,7 @@ class Collector:
                 code="stale",
             )
         for kind in UnitKind:
-            todo = [
-                row
-                for row in rows
-                if row.unit.kind is kind and row.state != "done" and (not only or row.unit.name in only)
-            ]
+            todo = [row for row in rows if row.unit.kind is kind and row.state != "done"]
             units = [
                 Unit(
                     name=row.unit.name,
@@ -225,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         Collector(args.design, args.task).execute_unit(args.unit)
     except LoraSpecError as error:
-        print(f"lora-spec: error: {error}", file=sys.stderr)
+        print(f"lora-spec: error: {printable(error)}", file=sys.stderr)
         return 2
     return 0
 

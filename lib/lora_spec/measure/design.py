@@ -13,6 +13,8 @@ from pydantic import Field, model_validator
 from lora_spec.params import StrictModel, load_params
 from lora_spec.paths import results_dir
 
+_NAME = r"^[a-z0-9][a-z0-9_-]*$"  # becomes a folder under results/
+
 GENERAL = "general"
 """Name of the prompt set that every adapter shares."""
 
@@ -59,20 +61,20 @@ class Design(StrictModel):
 
     schema_: Literal["lora-spec-design/1"] = Field(alias="schema")
     experiment: str
-    tier: str
-    phase: str
-    output: str
+    tier: str = Field(pattern=_NAME)
+    phase: str = Field(pattern=r"^phase[0-6]$")
+    output: str = Field(pattern=_NAME)
     seed: int
     target: str
     drafter: str
     method: Literal["draft_model"]
     num_speculative_tokens: int = Field(ge=1, le=16)
-    max_tokens: int = Field(ge=1)
+    max_tokens: int = Field(ge=1, le=4096)
     decodings: dict[str, Decoding] = Field(min_length=1)
     adapters: list[str] = Field(min_length=1)
     own: PromptRange
     general: PromptRange
-    overlap_temperature: float = Field(gt=0)
+    overlap_temperature: float = Field(gt=0, le=2.0)
     engine: EngineParams
     controls: Controls
 

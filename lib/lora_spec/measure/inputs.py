@@ -45,9 +45,13 @@ class Inputs:
         pool = load_pool_file()
         self.domain_of = {name: pool.recipe(name).domain for name in design.adapters}
         models = load_models()
-        self.weights_sha256 = {
-            key: models.model(key).files[WEIGHTS] for key in (design.target, design.drafter)
-        }
+        self.weights_sha256 = {}
+        for key in (design.target, design.drafter):
+            if WEIGHTS not in models.model(key).files:
+                raise ParamsError(
+                    f"model {key} has no pinned weights and cannot be run", where=design.experiment
+                )
+            self.weights_sha256[key] = models.model(key).files[WEIGHTS]
         self.target_path = model_dir(design.target)
         self.drafter_path = model_dir(design.drafter)
         self._adapters: dict[str, AdapterInput] = {}

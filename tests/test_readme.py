@@ -1,0 +1,59 @@
+"""What the README says is what the evidence, the Makefile and the command line say."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from lora_spec.cli import build_app
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+TEXTS = {name: (ROOT / name).read_text() for name in ("README.md", "artifact_appendix.md")}
+
+
+def rounded(value: str) -> str:
+    return f"{float(value):+.3f}".replace("-", "−")
+
+
+def test_the_table_holds_the_measured_numbers() -> None:
+    with open(ROOT / "figures" / "phase2_screen.csv") as handle:
+        measured = list(csv.DictReader(handle))
+    rows = [line for line in README.splitlines() if line.startswith("| `") and "**" in line]
+    assert len(rows) == len(measured) == 12
+    for entry in measured:
+        (row,) = [line for line in rows if f"`{entry['adapter']}`" in line]
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells[2] == f"{float(entry['alpha_base']):.3f}"
+        assert cells[3] == f"{float(entry['alpha_adapted']):.3f}"
+        assert cells[4].startswith(f"**{rounded(entry['delta_alpha'])}**")
+        for cell, column in zip(
+            cells[5:], ("delta_alpha_greedy", "delta_alpha_general", "delta_overlap"), strict=True
+        ):
+            assert cell == rounded(entry[column])
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_named_targets_and_commands_exist(name: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = set(re.findall(r"(?:`|\$ )make ([a-z-]+)", TEXTS[name]))
+    assert named and named <= targets
+    commands = set(typer.main.get_command(build_app()).commands)
+    used = set(re.findall(r"(?:`|bin/)lora-spec ([a-z]+)", TEXTS[name]))
+    assert used and used <= commands
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_named_files_exist(name: str) -> None:
+    pattern = r"`((?:notebooks|lib|params|results|figures|examples|docs|requirements)/[\w./-]*)`"
+    missing = [path for path in re.findall(pattern, TEXTS[name]) if not (ROOT / path).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_nothing_is_left_to_fill_in(name: str) -> None:
+    assert "{{" not in TEXTS[name]
