@@ -74,7 +74,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def effect(design: _Design) -> None:
-        """Print what a design's records say: Δα of every adapter, with its 95 % interval."""
+        """Print what a design's records say: Δα of every adapter, with its interval over n prompts."""
         from rich.console import Console
         from rich.table import Table
 
@@ -85,18 +85,15 @@ def register(app: typer.Typer) -> None:
         loaded = load_design(design)
         _, requests = load_screen(loaded.directory())
         labels = label_table(requests).sort_values("delta_alpha")
-        table = Table(title=f"{loaded.experiment}: acceptance, adapter against base, T = 0.8 (measured)")
-        for name in ("adapter", "domain", "α base", "α adapted", "Δα", "95 % interval", "prompts"):
-            table.add_column(name, justify="left" if name in ("adapter", "domain") else "right")
+        table = Table(title=f"{loaded.experiment}: acceptance α at T = 0.8, own domain (measured)")
+        for name in ("adapter", "base", "adapted", "Δα ± 95 %", "n"):
+            table.add_column(name, justify="left" if name == "adapter" else "right", no_wrap=True)
         for row in labels.itertuples():
-            half = 1.96 * row.delta_alpha_se
             table.add_row(
                 row.adapter,
-                row.domain,
                 f"{row.alpha_base:.3f}",
                 f"{row.alpha_adapted:.3f}",
-                f"{row.delta_alpha:+.3f}",
-                f"[{row.delta_alpha - half:+.3f}, {row.delta_alpha + half:+.3f}]".replace("[", "\\["),
+                f"{row.delta_alpha:+.3f} ± {1.96 * row.delta_alpha_se:.3f}",
                 str(row.n_prompts),
             )
         Console().print(table)
