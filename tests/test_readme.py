@@ -30,10 +30,13 @@ def test_the_table_holds_the_measured_numbers() -> None:
     columns += ("delta_alpha_greedy", "delta_alpha_general", "delta_overlap")
     for entry in measured:
         (row,) = [line for line in rows if f"`{entry['adapter']}`" in line]
-        cells = row.strip("|").split("|")[2:]
+        cells = row.strip("|").split("|")[2:]  # after the name and the norm
         for cell, column in zip(cells, columns, strict=True):
             # the README shows three decimals, the table four digits
             assert number(cell) == pytest.approx(float(entry[column]), abs=6e-4), column
+        low, high = (number(part) for part in cells[2].split("[")[1].split(","))
+        assert low == pytest.approx(float(entry["low"]), abs=6e-4)
+        assert high == pytest.approx(float(entry["high"]), abs=6e-4)
 
 
 @pytest.mark.parametrize("name", TEXTS)
