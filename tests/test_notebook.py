@@ -139,6 +139,25 @@ def test_a_failing_cell_writes_nothing(make_notebook, tmp_path, cell, match):
     assert output.read_text() == "as it was"
 
 
+def test_runs_side_by_side_keep_their_kernels_apart(make_notebook, tmp_path):
+    """Started in the same instant, as `make -j2` does, each run must talk to its own kernel."""
+    source = make_notebook("name = 'none'\n", "print(name)")
+    code = "import sys; from pathlib import Path; from lora_spec.notebook import run_notebook; "
+    code += "run_notebook(Path(sys.argv[1]), Path(sys.argv[2]), {'name': sys.argv[3]})"
+    outputs = {name: tmp_path / f"{name}.ipynb" for name in ("a", "b", "c")}
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code, str(source), str(output), name])
+        for name, output in outputs.items()
+    ]
+    try:
+        assert [run.wait(60) for run in runs] == [0, 0, 0]
+    finally:
+        for run in runs:
+            run.kill()
+    for name, output in outputs.items():
+        assert read_notebook(output).cells[-1].outputs[0].text == f"{name}\n"
+
+
 def test_the_command_line_refuses_a_misspelt_parameter(make_notebook, tmp_path, cli):
     output = tmp_path / "new" / "out.ipynb"
     done = cli("notebook", "run", make_notebook("seed = 1", "seed"), "-o", output, "-p", "sede=2")

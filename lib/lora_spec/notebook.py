@@ -289,7 +289,8 @@ def _execute(source: Path, temporary: Path, given: dict[str, Any], timeout: int)
                 progress_bar=False,
                 cwd=str(source.resolve().parent),
                 execution_timeout=timeout,
-                config=Config(KernelManager={"transport": "ipc"}),  # parallel runs cannot meet on a port
+                # Sockets in a folder of this run: parallel runs can meet neither on a port nor on a file.
+                config=Config(KernelManager={"transport": "ipc", "ip": str(temporary / "kernel")}),
             )
     except PapermillExecutionError as error:
         failure = NotebookError(
