@@ -87,7 +87,7 @@ def run() -> dict[str, Any]:
 
     ``gram_vs_dense_svd``: seconds of a dense SVD of a formed ΔW over those of the singular values from its
     factors, one k_proj of each adapter. ``gram_vs_file_read``: seconds of reading and all features of the
-    large adapter over those of reading its file, warm (40 is 0.8 s for 336 MB, read at 17 GB/s).
+    large adapter over those of reading its file, warm.
 
     Returns:
         {"ratios": {name: {"value", "goal", "sense"}}, "seconds": {side: best}}.
@@ -111,7 +111,7 @@ def run() -> dict[str, Any]:
     return {
         "ratios": {
             "gram_vs_dense_svd": {"value": dense_s / gram_s, "goal": 1000.0, "sense": ">="},
-            "gram_vs_file_read": {"value": features_s / read_s, "goal": 40.0, "sense": "<="},
+            "gram_vs_file_read": {"value": features_s / read_s, "goal": 20.0, "sense": "<="},
         },
         "seconds": {"features": features_s, "file_read": read_s, "gram": gram_s, "dense_svd": dense_s},
     }

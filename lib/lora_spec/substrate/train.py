@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_spec.errors import CheckpointError, LoraSpecError, MissingTierError
+from lora_spec.errors import CheckpointError, LoraSpecError, MissingTierError, printable
 from lora_spec.files import atomic_dir, atomic_write_json, sha256_file
 from lora_spec.models import load_models
 from lora_spec.paths import rel
@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         train_named(parser.parse_args(argv).name, say=lambda line: print(line, flush=True))
     except LoraSpecError as error:
-        print(f"lora-spec: error: {error}", file=sys.stderr)
+        print(f"lora-spec: error: {printable(error)}", file=sys.stderr)
         return 2
     return 0
 
