@@ -1,0 +1,73 @@
+"""What an operator configures: drafter adapters and a depth policy, beside the speculative config.
+
+Nothing here needs torch or vllm.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from lora_spec.params import StrictModel
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+# What a request says to get the base drafter, so no adapter may be called so.
+BASE_DRAFTER = "none"
+
+# Ranks that vLLM's LoRA buffers can have (LoRAConfig.max_lora_rank).
+Rank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
+
+
+class DraftLoRAConfig(StrictModel):
+    """Adapters of the drafter.
+
+    Attributes:
+        adapters: name -> folder of a PEFT adapter of the drafter.
+        max_rank: largest rank that may be loaded; memory of a slot grows with it.
+        map: target adapter's name -> drafter adapter's name.
+        default: drafter adapter of requests that neither name one nor have a mapped target adapter.
+        max_slots: drafter adapters that one batch can mix; further requests wait.
+        max_cached: adapters kept in memory (least recently used go first); at least ``max_slots``.
+    """
+
+    adapters: dict[Name, str] = Field(default_factory=dict)
+    max_rank: Rank = 16
+    map: dict[Name, Name] = Field(default_factory=dict)
+    default: Name | None = None
+    max_slots: PositiveInt = 8
+    max_cached: PositiveInt = 64
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> DraftLoRAConfig:
+        if BASE_DRAFTER in self.adapters:
+            raise ValueError(f"no drafter adapter may be called {BASE_DRAFTER!r}: it names the base drafter")
+        named = dict(self.map)
+        if self.default is not None:
+            named["default"] = self.default
+        for where, name in named.items():
+            if name != BASE_DRAFTER and name not in self.adapters:
+                known = ", ".join(sorted(self.adapters)) or "none"
+                raise ValueError(f"{where!r} names the unknown drafter adapter {name!r} (known: {known})")
+        if self.max_cached < self.max_slots:
+            raise ValueError(f"max_cached ({self.max_cached}) is below max_slots ({self.max_slots})")
+        return self
+
+
+class ServingConfig(StrictModel):
+    """Everything the plugin is told.
+
+    Attributes:
+        draft_lora: adapters of the drafter, or None.
+        depth_policy: path of a policy file (``lora-spec-policy/1``), or None.
+    """
+
+    draft_lora: DraftLoRAConfig | None = None
+    depth_policy: Annotated[str, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ServingConfig:
+        if self.draft_lora is None and self.depth_policy is None:
+            raise ValueError("neither draft_lora nor depth_policy is given")
+        return self
