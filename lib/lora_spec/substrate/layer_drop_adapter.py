@@ -1,9 +1,10 @@
 """A drafter adapter out of a target adapter, for drafters that are the target without some layers.
 
-Nothing is trained. Where the drafter keeps a layer of its target bit for bit, the target adapter's ΔW of that
-layer is as right for the drafter as for the target: it moves the same activations the same way, up to what the
-dropped layers would have done in between. So the tensors of kept layers are copied under their new numbers and
-the rest is left out. Nothing here needs torch: tensors are copied as bytes, whatever their dtype.
+Nothing is trained. Where the drafter keeps a layer of its target bit for bit, the target adapter's ΔW of
+that layer is as right for the drafter as for the target: it moves the same activations the same way, up to
+what the dropped layers would have done in between. So the tensors of kept layers are copied under their new
+numbers and the rest is left out. Nothing here needs torch: tensors are copied as bytes, whatever their
+dtype.
 """
 
 from __future__ import annotations
