@@ -1,18 +1,27 @@
-"""Run one in-process vLLM engine in a process of its own: `python serving_engine.py SPEC.json OUT.json`.
+"""Run one vLLM engine in a process of its own, from a spec in JSON.
 
 Engines cannot be shut down and started again reliably in one process, and stock behaviour has to be seen
-without the fixes, so each engine test runs this script. SPEC: `fixes` (names, see lora_spec.serving),
-`engine` (keywords of LLM), `calls`: a list of calls of `generate`, each a list of requests {prompt, params,
-lora}. OUT: per call a list of {tokens, accepted, drafted}; `status` of the fixes.
+without the fixes, so each engine of a test gets a fresh process. Importing vLLM takes most of the time of a
+tiny engine: one process imports it once, installs nothing, and forks for each engine.
+
+SPEC: `fixes` (names, see lora_spec.serving), `hooks` (names `module:function` in this folder, called with the
+spec before the engine is built), `engine` (keywords of LLM), and either `calls`: a list of calls of
+`generate`, each a list of requests {prompt, params, lora}, or `script`: `module:function`, called with the
+engine and `args`. OUT: `status` of the fixes, and per call a list of {tokens, accepted, drafted}, or what the
+script returned.
 """
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import json
 import os
+import select
 import subprocess
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +33,103 @@ ENV = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
+TIMEOUT_S = 1200
+
+_forker: subprocess.Popen[str] | None = None
 
 
 def run_engine(
-    folder: Path, *, engine: dict[str, Any], calls: list[Any], fixes: Sequence[str], plugin: str | None = None
+    folder: Path,
+    *,
+    engine: dict[str, Any],
+    calls: list[Any] | None = None,
+    fixes: Sequence[str],
+    plugin: str | None = None,
+    hooks: Sequence[str] = (),
+    script: str | None = None,
+    args: Any = None,
+    env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Run the calls in a fresh process; `folder` keeps the spec and the answer.
+    """Run the calls, or the script, in a fresh process; `folder` keeps the spec, the answer and the log.
 
     With `plugin` (a value of LORA_SPEC_SERVING) the engine core gets a further process of its own, as a
-    server's does, where only vLLM's plugin loading can install the fixes.
+    server's does, where only vLLM's plugin loading can install the fixes. `env` adds variables.
+
+    Raises:
+        RuntimeError: the process failed; the message is the end of its log.
     """
-    folder.mkdir(exist_ok=True)
-    spec, out = folder / "spec.json", folder / "out.json"
-    spec.write_text(json.dumps({"engine": engine, "calls": calls, "fixes": list(fixes)}))
+    folder.mkdir(exist_ok=True, parents=True)
+    spec = {"engine": engine, "calls": calls or [], "fixes": list(fixes)}
+    spec |= {"hooks": list(hooks), "script": script, "args": args}
+    files = {name: str(folder / name) for name in ("spec.json", "out.json", "log.txt")}
+    Path(files["spec.json"]).write_text(json.dumps(spec))
     served = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "LORA_SPEC_SERVING": plugin} if plugin else {}
-    done = subprocess.run(
-        [sys.executable, __file__, str(spec), str(out)],
-        env={**os.environ, **ENV, **served},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-4000:])
-    return json.loads(out.read_text())
+    code = _run_forked({"files": files, "env": {**served, **(env or {})}})
+    if code:
+        raise RuntimeError(Path(files["log.txt"]).read_text()[-4000:])
+    return json.loads(Path(files["out.json"]).read_text())
+
+
+def _run_forked(job: dict[str, Any]) -> int:
+    global _forker
+    if _forker is None or _forker.poll() is not None:
+        _forker = subprocess.Popen(
+            [sys.executable, __file__],
+            env={**os.environ, **ENV},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        atexit.register(_forker.stdin.close)  # it ends with its input
+    _forker.stdin.write(json.dumps(job) + "\n")
+    _forker.stdin.flush()
+    if not select.select([_forker.stdout], [], [], TIMEOUT_S)[0]:
+        _forker.kill()
+        raise RuntimeError(f"no answer in {TIMEOUT_S} s: {job['files']['log.txt']}")
+    answer = _forker.stdout.readline()
+    if not answer:
+        raise RuntimeError(f"the forking process is gone: {job['files']['log.txt']}")
+    return int(answer)
+
+
+def _serve() -> None:
+    """Import vLLM, then fork for each line of the input, and answer with the child's exit status."""
+    answers = os.fdopen(os.dup(1), "w")  # vLLM prints to the standard output
+    os.dup2(2, 1)
+    import vllm  # noqa: F401
+    import vllm.v1.engine.core
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    for line in sys.stdin:
+        job = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _child(job)
+        status = os.waitpid(child, 0)[1]
+        answers.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        answers.flush()
+
+
+def _child(job: dict[str, Any]) -> None:
+    log = os.open(job["files"]["log.txt"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(log, 1), os.dup2(log, 2)
+    code = 1
+    try:
+        os.environ.update(job["env"])
+        _main(job["files"]["spec.json"], job["files"]["out.json"])
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)  # not the forking process's exit handlers
+
+
+def _named(name: str) -> Callable[..., Any]:
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def _main(spec_path: str, out_path: str) -> None:
@@ -56,9 +138,10 @@ def _main(spec_path: str, out_path: str) -> None:
     from lora_spec import serving
 
     installed = serving.install_all(spec["fixes"])
+    for hook in spec["hooks"]:
+        _named(hook)(spec)
 
-    from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
+    from vllm import LLM
 
     llm = LLM(
         **{
@@ -74,26 +157,37 @@ def _main(spec_path: str, out_path: str) -> None:
             **spec["engine"],
         }
     )
-    loras: dict[str, Any] = {}
-    answers = []
-    for call in spec["calls"]:
-        requests = []
-        for request in call:
-            path = request.get("lora")
-            if path and path not in loras:
-                loras[path] = LoRARequest(Path(path).name, len(loras) + 1, path)
-            requests.append(loras[path] if path else None)
-        outputs = llm.generate(
-            [{"prompt_token_ids": r["prompt"]} for r in call],
-            [SamplingParams(detokenize=False, ignore_eos=True, **r["params"]) for r in call],
-            lora_request=requests if loras else None,
-            use_tqdm=False,
-        )
-        answers.append([_answer(output.outputs[0]) for output in outputs])
-    Path(out_path).write_text(json.dumps({"status": installed, "calls": answers}))
+    out: dict[str, Any] = {"status": installed}
+    if spec["script"]:
+        out["script"] = _named(spec["script"])(llm, spec["args"])
+    else:
+        loras: dict[str, Any] = {}
+        out["calls"] = [generate(llm, call, loras) for call in spec["calls"]]
+    Path(out_path).write_text(json.dumps(out))
 
 
-def _answer(completion: Any) -> dict[str, Any]:
+def generate(llm: Any, call: list[dict[str, Any]], loras: dict[str, Any]) -> list[dict[str, Any]]:
+    """One call of `generate`; `loras` remembers the adapters of the engine's earlier calls by path."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    requests = []
+    for request in call:
+        path = request.get("lora")
+        if path and path not in loras:
+            loras[path] = LoRARequest(Path(path).name, len(loras) + 1, path)
+        requests.append(loras[path] if path else None)
+    outputs = llm.generate(
+        [{"prompt_token_ids": r["prompt"]} for r in call],
+        [SamplingParams(detokenize=False, ignore_eos=True, **r["params"]) for r in call],
+        lora_request=requests if loras else None,
+        use_tqdm=False,
+    )
+    return [answer(output.outputs[0]) for output in outputs]
+
+
+def answer(completion: Any) -> dict[str, Any]:
+    """What a test sees of a completion."""
     metrics = completion.spec_decode_metrics
     return {
         "tokens": list(completion.token_ids),
@@ -103,4 +197,4 @@ def _answer(completion: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _serve()
