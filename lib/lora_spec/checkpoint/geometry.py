@@ -12,6 +12,8 @@ from lora_spec.errors import CheckpointError
 MODULE_TYPES = ("q", "k", "v", "o", "gate", "up", "down")
 BLOCK_OF = {"q": "self_attn", "k": "self_attn", "v": "self_attn", "o": "self_attn",
             "gate": "mlp", "up": "mlp", "down": "mlp"}  # fmt: skip
+FC = "fc"
+FC_LAYER = -1  # it stands before the blocks
 FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 
 
@@ -24,6 +26,8 @@ class BaseGeometry:
         hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size: sizes, in elements.
         prefix: what module names begin with, ``"model."`` for Llama and Qwen.
         name: label of the base (compared with ``base_model_name_or_path``), or empty.
+        fc: (out_features, in_features) of ``<prefix>fc``, with which drafters like DFlash read the target's
+            hidden states, or None.
     """
 
     num_layers: int
@@ -35,10 +39,16 @@ class BaseGeometry:
     vocab_size: int
     prefix: str = "model."
     name: str = ""
+    fc: tuple[int, int] | None = None
 
     @classmethod
     def from_hf_config(
-        cls, config: Mapping[str, Any], *, name: str = "", prefix: str = "model."
+        cls,
+        config: Mapping[str, Any],
+        *,
+        name: str = "",
+        prefix: str = "model.",
+        fc: tuple[int, int] | None = None,
     ) -> BaseGeometry:
         """Geometry from a transformers ``config.json`` (or the same keys in a parameter file).
 
@@ -66,6 +76,7 @@ class BaseGeometry:
             vocab_size=size("vocab_size"),
             prefix=prefix,
             name=name,
+            fc=fc,
         )
 
     @cached_property
@@ -80,6 +91,7 @@ class BaseGeometry:
             "gate": (self.intermediate_size, self.hidden_size),
             "up": (self.intermediate_size, self.hidden_size),
             "down": (self.hidden_size, self.intermediate_size),
+            **({FC: self.fc} if self.fc else {}),
         }
 
     def shape(self, module_type: str) -> tuple[int, int]:
@@ -88,5 +100,6 @@ class BaseGeometry:
         return sum(self.shapes[part][0] for part in parts), self.shapes[parts[0]][1]
 
     def has(self, prefix: str, layer: int) -> bool:
-        """Whether a block of that prefix and index exists."""
-        return prefix == self.prefix and layer < self.num_layers
+        """Whether a block of that prefix and index exists (``FC_LAYER`` where there is an ``fc``)."""
+        first = FC_LAYER if self.fc else 0
+        return prefix == self.prefix and first <= layer < self.num_layers

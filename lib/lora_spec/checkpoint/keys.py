@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from lora_spec.checkpoint.geometry import BLOCK_OF, FUSED
+from lora_spec.checkpoint.geometry import BLOCK_OF, FC, FC_LAYER, FUSED
 
 PEFT_PREFIX = "base_model.model."
 STANDARD_PREFIX = "model."
@@ -68,9 +68,11 @@ def parse_key(name: str) -> Key:
 
 
 def parse_place(module: str) -> Place | None:
-    """Place of a known projection (fused ones included), or None."""
+    """Place of a known projection (fused ones and a drafter's ``fc`` included), or None."""
     match = _PROJECTION.fullmatch(module)
     if match is None:
+        if module in (FC, f"{STANDARD_PREFIX}{FC}"):
+            return Place(module.removesuffix(FC), FC_LAYER, FC)
         return None
     kind = match["type"]
     if BLOCK_OF.get(FUSED.get(kind, (kind,))[0]) != match["block"]:

@@ -27,9 +27,9 @@ class LoraModule:
     Attributes:
         name: module name in the base, e.g. ``model.layers.3.self_attn.q_proj`` (a part of a fused projection
             carries the name of the part).
-        module_type: ``q``, ``k``, ``v``, ``o``, ``gate``, ``up`` or ``down`` (``qkv``, ``gate_up`` where they
-            could not be split).
-        layer: index of the block.
+        module_type: ``q``, ``k``, ``v``, ``o``, ``gate``, ``up``, ``down`` or ``fc`` (``qkv``, ``gate_up``
+            where they could not be split).
+        layer: index of the block; -1 for the ``fc`` of a drafter, which stands before them.
         rank, in_features, out_features: sizes; A is (rank, in_features), B is (out_features, rank).
         scale: as PEFT resolves it (α/r or α/√r with its patterns).
         engine_scale: what the engine would apply.

@@ -41,7 +41,7 @@ def row_from_spectra(spectra: Iterable[ModuleSpectrum], num_layers: int) -> dict
     """The same from spectra already at hand.
 
     Args:
-        spectra: one a module; unknown module types (unsplit fused ones) are left out.
+        spectra: one a module; other types (unsplit fused ones, the fc of a drafter) are left out.
         num_layers: blocks of the base; block i is in third ``3 * i // num_layers``.
     """
     present = [s for s in spectra if s.module_type in MODULE_TYPES and s.values.size and s.values[0] > 0.0]

@@ -30,6 +30,7 @@ _MODULES = {
     "expand": "lora_spec.serving.cpu_fixes",
     "grouped_lora": "lora_spec.serving.grouped_lora",
     "draft_seeds": "lora_spec.serving.draft_seeds",
+    "shared_embeddings": "lora_spec.serving.shared_embeddings",
 }
 FIXES: tuple[str, ...] = tuple(_MODULES)
 
@@ -66,10 +67,17 @@ def status() -> dict[str, str]:
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`: install the fixes that `LORA_SPEC_SERVING` names.
+    """Entry point of `vllm.general_plugins`, called in every process of an engine.
 
-    Unset, empty or "0": nothing. "1" or "all": every fix. Otherwise a comma-separated list of names.
+    It watches for engines with a serving configuration (see `lora_spec.serving.plugin`); apart from those
+    nothing changes, unless `LORA_SPEC_SERVING` names fixes: "1" or "all" for every one, or a comma-separated
+    list; unset, empty or "0" for none.
     """
+    from lora_spec.serving import plugin
+
+    plugin.watch()
+    if os.environ.get(plugin.ENV_ACTIVE):
+        plugin.install_hooks()
     wanted = os.environ.get(ENV, "").strip()
     if wanted in ("", "0"):
         return

@@ -51,6 +51,11 @@ class Fix:
         self._undo.append((owner, attribute, self.original(owner, attribute)))
         setattr(owner, attribute, new)
 
+    def replace_once(self, owner: Any, attribute: str, new: Any) -> None:
+        """The same, unless it was replaced already."""
+        if not any(replaced is owner and name == attribute for replaced, name, _ in self._undo):
+            self.replace(owner, attribute, new)
+
     def remove(self) -> None:
         """Put everything back."""
         while self._undo:

@@ -16,6 +16,8 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 # What a request says to get the base drafter, so no adapter may be called so.
 BASE_DRAFTER = "none"
 
+FixName = Literal["expand", "grouped_lora", "draft_seeds", "shared_embeddings"]
+
 # Ranks that vLLM's LoRA buffers can have (LoRAConfig.max_lora_rank).
 Rank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 
@@ -61,10 +63,12 @@ class ServingConfig(StrictModel):
     Attributes:
         draft_lora: adapters of the drafter, or None.
         depth_policy: path of a policy file (``lora-spec-policy/1``), or None.
+        fixes: repairs of vLLM to put in place; None for those that the platform needs.
     """
 
     draft_lora: DraftLoRAConfig | None = None
     depth_policy: Annotated[str, Field(min_length=1)] | None = None
+    fixes: tuple[FixName, ...] | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> ServingConfig:

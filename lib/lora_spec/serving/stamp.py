@@ -58,7 +58,7 @@ BASE = Stamp()
 
 
 def read_stamp(sampling_params: Any) -> Stamp | None:
-    """The stamp of a request with these `SamplingParams`; None where it has none (it came by no front door)."""
+    """The stamp of a request with these `SamplingParams`, None where it came by no front door."""
     extra_args = getattr(sampling_params, "extra_args", None)
     raw = (extra_args or {}).get(EXTRA_ARG)
     if raw is None:
