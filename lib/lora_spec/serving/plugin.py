@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from lora_spec.serving import draft_lora, frontend, prefix_cache
+from lora_spec.serving import draft_lora, frontend, metrics, prefix_cache
 from lora_spec.serving._patching import Fix
 from lora_spec.serving.channels import configure
 from lora_spec.serving.draft_lora import of_proposer, query_lengths
@@ -71,6 +71,7 @@ def install_hooks() -> None:
     install_all([] if named == NO_FIXES else named.split(","))
     frontend.install()
     prefix_cache.install()
+    metrics.install()
     _install_drafter_hooks()
     _install_worker_methods()
 
