@@ -30,6 +30,7 @@ ROOMS = (
     "cost",
     "gate",
     "diagnose",
+    "policy",
     "outputs",
     "plots",
     "tables",
