@@ -83,6 +83,34 @@ class FrontDoor:
         """Names that requests may use now."""
         return dict(self._adapters)
 
+    def check(self, name: str, path: str | Path, *, replace: bool = False) -> DraftAdapter:
+        """Everything that `register` checks, without making the name known.
+
+        Raises:
+            CheckpointError, EngineError: as `register`.
+        """
+        if self.config.draft_lora is None or self._geometry is None:
+            raise EngineError(
+                "the engine was started without drafter adapters",
+                fix="Give draft_lora in speculative_config",
+                code="not_configured",
+            )
+        if not name or name == BASE_DRAFTER:
+            raise EngineError(f"no drafter adapter may be called {name!r}", code="reserved_name")
+        adapter = check_adapter(name, path, self._geometry, self._draft)
+        self._check_name(adapter, replace)
+        return adapter
+
+    def _check_name(self, adapter: DraftAdapter, replace: bool) -> None:
+        known = self._adapters.get(adapter.name)
+        if known is not None and known.content_hash != adapter.content_hash and not replace:
+            raise EngineError(
+                "a drafter adapter of this name with other content is loaded",
+                where=adapter.name,
+                fix="Unload it first, or load in place",
+                code="name_taken",
+            )
+
     def register(self, name: str, path: str | Path, *, replace: bool = False) -> DraftAdapter:
         """Check an adapter's files and make its name known.
 
@@ -97,24 +125,9 @@ class FrontDoor:
         Raises:
             CheckpointError, EngineError: the adapter cannot be served, or the name is taken or reserved.
         """
-        if self.config.draft_lora is None or self._geometry is None:
-            raise EngineError(
-                "the engine was started without drafter adapters",
-                fix="Give draft_lora in speculative_config",
-                code="not_configured",
-            )
-        if not name or name == BASE_DRAFTER:
-            raise EngineError(f"no drafter adapter may be called {name!r}", code="reserved_name")
-        adapter = check_adapter(name, path, self._geometry, self._draft)
+        adapter = self.check(name, path, replace=replace)
         with self._lock:
-            known = self._adapters.get(name)
-            if known is not None and known.content_hash != adapter.content_hash and not replace:
-                raise EngineError(
-                    "a drafter adapter of this name with other content is loaded",
-                    where=name,
-                    fix="Unload it first, or load in place",
-                    code="name_taken",
-                )
+            self._check_name(adapter, replace)
             self._adapters = {**self._adapters, name: adapter}
         return adapter
 
