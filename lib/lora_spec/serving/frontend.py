@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,15 @@ from lora_spec.errors import EngineError
 from lora_spec.serving._patching import Fix
 from lora_spec.serving.channels import config_of
 from lora_spec.serving.config import BASE_DRAFTER, DraftLoRAConfig, ServingConfig
+from lora_spec.serving.policy_source import AdapterHashes, PolicyEntry, PolicySource
 from lora_spec.serving.stamp import EXTRA_ARG, DraftAdapter, Stamp
 from lora_spec.serving.validate import check_adapter, drafter_geometry
 
 if TYPE_CHECKING:
-    from lora_spec.serving.policy_source import PolicySource
+    from lora_spec.policy import Policy
+
+# Method of a worker that loads an adapter now instead of when a request needs it.
+WORKER_LOAD = "load_draft_adapter"
 
 # Field of a request that names its drafter adapter, or BASE_DRAFTER.
 REQUEST_FIELD = "draft_lora"
@@ -55,9 +60,8 @@ class FrontDoor:
             self.register(name, path)
         self.policy: PolicySource | None = None
         if config.depth_policy is not None:
-            from lora_spec.serving.policy_source import PolicySource
-
-            self.policy = PolicySource(Path(config.depth_policy), check=self._check_policy)
+            self.policy = PolicySource(config.depth_policy, self._check_policy)
+        self._target_hashes = AdapterHashes()
 
     @classmethod
     def of(cls, engine: Any) -> FrontDoor:
@@ -168,9 +172,7 @@ class FrontDoor:
         extra_args = extra_args or {}
         if EXTRA_ARG in extra_args:
             raise fail(f"{EXTRA_ARG!r} is written by the server only", EXTRA_ARG, extra_args[EXTRA_ARG])
-        entry = None
-        if self.policy is not None:
-            entry = self.policy.decide(lora_request)
+        entry = self._policy_entry(lora_request)
         name = extra_args.get(REQUEST_FIELD)
         if name is not None:
             if self.config.draft_lora is None:
@@ -187,21 +189,28 @@ class FrontDoor:
         else:
             known = ", ".join(sorted(adapters)[:8]) or "none"
             raise fail(f"unknown drafter adapter {name!r:.80} (known: {known})", REQUEST_FIELD, name)
-        return Stamp(adapter, None if entry is None else entry.depth)
+        return Stamp(adapter, entry.depth)
 
-    def _mapped(self, lora_request: Any, entry: Any) -> str | None:
+    def _policy_entry(self, lora_request: Any) -> PolicyEntry:
+        if self.policy is None:
+            return PolicyEntry()
+        if lora_request is None:
+            return self.policy.decide(None)
+        return self.policy.decide(lora_request.lora_name, self._target_hashes.of(lora_request.lora_path))
+
+    def _mapped(self, lora_request: Any, entry: PolicyEntry) -> str | None:
         if lora_request is not None and lora_request.lora_name in self._draft.map:
             return self._draft.map[lora_request.lora_name]
-        if entry is not None and entry.drafter_adapter is not None:
+        if entry.drafter_adapter is not None:
             return entry.drafter_adapter
         return self._draft.default
 
     def _policy_drafters(self) -> set[str]:
-        return set() if self.policy is None else set(self.policy.current().drafter_adapters())
+        return set() if self.policy is None else _named_by(self.policy.current())
 
-    def _check_policy(self, policy: Any) -> None:
+    def _check_policy(self, policy: Policy) -> None:
         """What `PolicySource` asks of every version of the file, the first and later ones."""
-        named = set(policy.drafter_adapters())
+        named = _named_by(policy)
         if named and self._draft.map:
             raise EngineError(
                 "both draft_lora.map and the policy name drafter adapters",
@@ -218,12 +227,43 @@ class FrontDoor:
             )
 
 
+def _named_by(policy: Policy) -> set[str]:
+    """Names of drafter adapters in a policy, its default's too."""
+    return {*policy.drafter_adapters.values(), policy.default.drafter_adapter} - {None}
+
+
 def _open(processor: Any) -> None:
     config = config_of(processor.vllm_config)
     if config is None:
         return
     geometry = None if config.draft_lora is None else drafter_geometry(processor.vllm_config)
     setattr(processor, _ATTRIBUTE, FrontDoor(config, geometry))
+
+
+def load_draft_adapter(llm: Any, name: str, path: str | Path, *, replace: bool = False) -> DraftAdapter:
+    """Load a drafter adapter into a running `LLM`; requests can name it from then on.
+
+    Args:
+        llm: a vLLM `LLM` that was started with `draft_lora`.
+        name, path, replace: as for `FrontDoor.register`.
+
+    Raises:
+        CheckpointError, EngineError: the adapter cannot be served; nothing has changed then.
+    """
+    front = FrontDoor.of(llm)
+    llm.collective_rpc(WORKER_LOAD, args=(asdict(front.check(name, path, replace=replace)),))
+    return front.register(name, path, replace=replace)
+
+
+def unload_draft_adapter(llm: Any, name: str) -> None:
+    """Forget a drafter adapter of a running `LLM`: requests that name it are refused, those under way finish.
+
+    Its weights leave the memory when others need the room.
+
+    Raises:
+        EngineError: unknown name, or one that the map, the policy or the default needs.
+    """
+    FrontDoor.of(llm).unregister(name)
 
 
 def install() -> None:
@@ -240,7 +280,6 @@ def install() -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock_init(self, *args, **kwargs)
         _open(self)
-        # Bound in stock's __init__ by way of the class, so it already is the function below.
 
     def process_inputs(
         self: Any,
