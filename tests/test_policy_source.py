@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from adapter_factory import write_adapter
@@ -18,12 +17,17 @@ from lora_spec.files import atomic_write_json
 from lora_spec.serving import policy_source
 from lora_spec.serving.policy_source import AdapterHashes, PolicyEntry, PolicySource
 
-HASH, OTHER = "a" * 64, "b" * 64
+
+class Request(NamedTuple):
+    """What is read of vLLM's LoRARequest."""
+
+    lora_name: str
+    lora_path: str
 
 
 def write(path: Path, depth: int, **changes: Any) -> None:
     entry = {
-        "content_hash": HASH,
+        "content_hash": content_hash(path.parent / "adapter"),
         "action": "abstain",
         "depth": depth,
         "drafter_adapter": "d",
@@ -41,8 +45,14 @@ def write(path: Path, depth: int, **changes: Any) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
+    write_adapter(tmp_path / "adapter")
     write(tmp_path / "policy.json", 2)
     return tmp_path / "policy.json"
+
+
+@pytest.fixture
+def one(path: Path) -> Request:
+    return Request("one", str(path.parent / "adapter"))
 
 
 @pytest.fixture
@@ -54,31 +64,31 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_what_holds_for_whom(source) -> None:
-    assert source.decide("one", HASH) == PolicyEntry(2, "d")
-    assert source.decide("two", HASH) == PolicyEntry(7, "e")
-    assert source.decide(None) == PolicyEntry(5, None)
+def test_what_holds_for_whom(source, one) -> None:
+    assert source.decide(one) == PolicyEntry(2, "d")
+    assert source.decide(one._replace(lora_name="two")) == PolicyEntry(7, "e")
+    assert source.decide() == PolicyEntry(5, None)
 
 
-def test_a_changed_file_is_taken_over(source, path, caplog) -> None:
+def test_a_changed_file_is_taken_over(source, path, one, caplog) -> None:
     first = source.version
     write(path, 3)
-    assert source.decide("one", HASH).depth == 3 and source.version != first
+    assert source.decide(one).depth == 3 and source.version != first
     assert not errors(caplog)
 
 
-def test_between_two_looks_nothing_is_read(path, monkeypatch) -> None:
+def test_between_two_looks_nothing_is_read(path, one, monkeypatch) -> None:
     source = PolicySource(path, poll_s=3600.0)
     write(path, 3)
-    monkeypatch.setattr(os, "stat", None)
-    assert source.decide("one", HASH).depth == 2
+    monkeypatch.setattr(policy_source, "_file_signature", None)
+    assert source.decide(one).depth == 2
     monkeypatch.undo()
-    assert source.reload() and source.decide("one", HASH).depth == 3
+    assert source.reload() and source.decide(one).depth == 3
     assert not source.reload()
 
 
 @pytest.mark.parametrize("bad", ["{", "{}", None, "depth"])
-def test_a_bad_file_keeps_the_old_policy_and_is_logged_once(source, path, caplog, bad) -> None:
+def test_a_bad_file_keeps_the_old_policy_and_is_logged_once(source, path, one, caplog, bad) -> None:
     version = source.version
     if bad is None:
         path.unlink()
@@ -87,14 +97,14 @@ def test_a_bad_file_keeps_the_old_policy_and_is_logged_once(source, path, caplog
     else:
         path.write_text(bad)
     for _ in range(5):
-        assert source.decide("one", HASH).depth == 2
+        assert source.decide(one).depth == 2
     assert len(errors(caplog)) == 1 and "the older one stays" in errors(caplog)[0]
     assert str(path) in errors(caplog)[0] and source.version == version
     path.write_text("{ worse")
-    assert source.decide("one", HASH).depth == 2
+    assert source.decide(one).depth == 2
     assert len(errors(caplog)) == 2
     write(path, 4)
-    assert source.decide("one", HASH).depth == 4 and len(errors(caplog)) == 2
+    assert source.decide(one).depth == 4 and len(errors(caplog)) == 2
 
 
 def test_the_first_policy_must_be_good(tmp_path, path) -> None:
@@ -108,7 +118,7 @@ def refuse(policy: Any) -> None:
     raise EngineError("no such drafter adapter")
 
 
-def test_a_policy_that_the_validator_refuses_is_not_taken_over(path, caplog) -> None:
+def test_a_policy_that_the_validator_refuses_is_not_taken_over(path, one, caplog) -> None:
     known = {"d"}
 
     def check(policy: Any) -> None:
@@ -118,29 +128,38 @@ def test_a_policy_that_the_validator_refuses_is_not_taken_over(path, caplog) -> 
     source = PolicySource(path, check, poll_s=0.0)
     text = path.read_text()
     path.write_text(text.replace('"d"', '"x"'))
-    assert source.decide("one", HASH) == PolicyEntry(2, "d") and source.decide("one", HASH).depth == 2
+    assert source.decide(one) == PolicyEntry(2, "d") and source.decide(one).depth == 2
     assert len(errors(caplog)) == 1 and "no drafter adapter 'x'" in errors(caplog)[0]
     known.add("x")
-    assert source.decide("one", HASH).drafter_adapter == "d"  # the file did not change
-    assert source.reload() and source.decide("one", HASH).drafter_adapter == "x"
+    assert source.decide(one).drafter_adapter == "d"  # the file did not change
+    assert source.reload() and source.decide(one).drafter_adapter == "x"
 
 
-@pytest.mark.parametrize(("served", "says"), [(OTHER, "bbbbbbbbbbbb is served"), (None, "cannot be read")])
-def test_an_entry_holds_for_the_files_that_were_judged_only(source, path, caplog, served, says) -> None:
+@pytest.mark.parametrize("readable", [True, False])
+def test_an_entry_holds_for_the_files_that_were_judged_only(source, path, one, caplog, readable) -> None:
+    other = one._replace(lora_path=str(path.parent / "other"))
+    if readable:
+        write_adapter(path.parent / "other", lora_alpha=99)
     for _ in range(3):
-        assert source.decide("one", served) == PolicyEntry(7, "e")
+        assert source.decide(other) == PolicyEntry(7, "e")
+    says = f"{content_hash(other.lora_path)[:12]} is served" if readable else "cannot be read"
     assert len(errors(caplog)) == 1 and says in errors(caplog)[0] and "adapter one" in errors(caplog)[0]
-    assert source.decide("one", HASH) == PolicyEntry(2, "d")
+    assert source.decide(one) == PolicyEntry(2, "d")
     write(path, 3)  # said again of another policy
-    assert source.decide("one", served) == PolicyEntry(7, "e") and len(errors(caplog)) == 2
+    assert source.decide(other) == PolicyEntry(7, "e") and len(errors(caplog)) == 2
 
 
-def test_many_threads_see_whole_policies_only(source, path, caplog) -> None:
-    wrong, done = [], threading.Event()
+def test_adapters_that_no_entry_names_are_not_read(source, one, monkeypatch) -> None:
+    monkeypatch.setattr(policy_source, "content_hash", None)
+    assert source.decide(one._replace(lora_name="two")) == PolicyEntry(7, "e")
+
+
+def test_many_threads_see_whole_policies_only(source, path, one, caplog) -> None:
+    wrong, done, two = [], threading.Event(), one._replace(lora_name="two")
 
     def ask() -> None:
         while not done.is_set():
-            entry, other = source.decide("one", HASH), source.decide("two")
+            entry, other = source.decide(one), source.decide(two)
             if entry.depth not in range(50) or other.depth != 7:
                 wrong.append((entry, other))
 
@@ -153,7 +172,7 @@ def test_many_threads_see_whole_policies_only(source, path, caplog) -> None:
     for thread in threads:
         thread.join()
     assert not wrong and not errors(caplog)
-    assert source.decide("one", HASH).depth == 49
+    assert source.decide(one).depth == 49
 
 
 def test_hashes_are_computed_once_for_each_state_of_a_folder(tmp_path, monkeypatch) -> None:

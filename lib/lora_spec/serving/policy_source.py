@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lora_spec.checkpoint import content_hash
 from lora_spec.errors import LoraSpecError, printable
@@ -47,8 +48,8 @@ class PolicySource:
 
     Args:
         path: the policy file.
-        validator: called with every policy before it counts; it raises a `LoraSpecError` to refuse one (such
-            as a policy that names drafter adapters the server does not have).
+        check: called with every policy before it counts; it raises a `LoraSpecError` to refuse one (such as
+            a policy that names drafter adapters the server does not have).
         poll_s: seconds between two looks at the file, which happen on access.
 
     Raises:
@@ -58,14 +59,15 @@ class PolicySource:
     def __init__(
         self,
         path: Path | str,
-        validator: Callable[[Policy], None] | None = None,
+        check: Callable[[Policy], None] | None = None,
         *,
         poll_s: float = POLL_S,
     ) -> None:
         self.path = Path(path)
-        self._validator = validator
+        self._check = check
         self._poll_s = poll_s
         self._lock = threading.Lock()
+        self._hashes = AdapterHashes(poll_s=poll_s)
         self._told: set[tuple[str, str | None]] = set()
         self._seen = _file_signature(self.path)
         self._policy, self._version = self._read()
@@ -98,24 +100,25 @@ class PolicySource:
             self._look()
             return self._version != before
 
-    def decide(self, target_adapter: str | None, target_hash: str | None = None) -> PolicyEntry:
+    def decide(self, lora_request: Any = None) -> PolicyEntry:
         """What holds for a request that arrives now.
 
         An entry holds for the files that were judged only. Where the served adapter's are others, or cannot
         be read, the default holds and the log says so, once for each policy.
 
         Args:
-            target_adapter: its name, None for a request without one.
-            target_hash: content hash of its files (see `AdapterHashes`), None where they cannot be read.
+            lora_request: its target adapter (vLLM's `LoRARequest`: `lora_name` and `lora_path`), or None.
         """
         policy = self.current()
-        if target_adapter is None:
+        if lora_request is None:
             return PolicyEntry(policy.base.depth)
-        entry = policy.adapters.get(target_adapter)
-        if entry is not None and entry.content_hash == target_hash:
-            return PolicyEntry(entry.depth, entry.drafter_adapter)
+        name = lora_request.lora_name
+        entry = policy.adapters.get(name)
         if entry is not None:
-            self._tell_other_files(target_adapter, entry.content_hash, target_hash)
+            served = self._hashes.of(lora_request.lora_path)
+            if served == entry.content_hash:
+                return PolicyEntry(entry.depth, entry.drafter_adapter)
+            self._tell_other_files(name, entry.content_hash, served)
         return PolicyEntry(policy.default.depth, policy.default.drafter_adapter)
 
     def _tell_other_files(self, name: str, judged: str, served: str | None) -> None:
@@ -151,8 +154,8 @@ class PolicySource:
     def _read(self) -> tuple[Policy, str]:
         data = read_policy_bytes(self.path)
         policy = parse_policy(data, self.path)
-        if self._validator is not None:
-            self._validator(policy)
+        if self._check is not None:
+            self._check(policy)
         return policy, sha256_bytes(data)
 
 
