@@ -27,7 +27,7 @@ def requests(llm: Any, args: Any) -> dict[str, Any]:
                     detokenize=False,
                     ignore_eos=True,
                     extra_args=None if name is None else {"draft_lora": name},
-                    **{"temperature": 0.0, "max_tokens": 60} | params,
+                    **{"temperature": 0.0, "max_tokens": 200} | params,
                 )
                 for name in names
             ],
