@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,8 +61,15 @@ def source(path: Path) -> PolicySource:
     return PolicySource(path, poll_s=0.0)
 
 
-def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+@pytest.fixture
+def errors() -> Iterator[list[str]]:
+    """Errors logged meanwhile; vLLM's logger, where it is imported, does not pass them on to pytest's."""
+    told: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: told.append(record.getMessage())
+    policy_source.logger.addHandler(handler)
+    yield told
+    policy_source.logger.removeHandler(handler)
 
 
 def test_what_holds_for_whom(source, one) -> None:
@@ -70,11 +78,11 @@ def test_what_holds_for_whom(source, one) -> None:
     assert source.decide() == PolicyEntry(5, None)
 
 
-def test_a_changed_file_is_taken_over(source, path, one, caplog) -> None:
+def test_a_changed_file_is_taken_over(source, path, one, errors) -> None:
     first = source.version
     write(path, 3)
     assert source.decide(one).depth == 3 and source.version != first
-    assert not errors(caplog)
+    assert not errors
 
 
 def test_between_two_looks_nothing_is_read(path, one, monkeypatch) -> None:
@@ -88,7 +96,7 @@ def test_between_two_looks_nothing_is_read(path, one, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("bad", ["{", "{}", None, "depth"])
-def test_a_bad_file_keeps_the_old_policy_and_is_logged_once(source, path, one, caplog, bad) -> None:
+def test_a_bad_file_keeps_the_old_policy_and_is_logged_once(source, path, one, errors, bad) -> None:
     version = source.version
     if bad is None:
         path.unlink()
@@ -98,13 +106,13 @@ def test_a_bad_file_keeps_the_old_policy_and_is_logged_once(source, path, one, c
         path.write_text(bad)
     for _ in range(5):
         assert source.decide(one).depth == 2
-    assert len(errors(caplog)) == 1 and "the older one stays" in errors(caplog)[0]
-    assert str(path) in errors(caplog)[0] and source.version == version
+    assert len(errors) == 1 and "the older one stays" in errors[0]
+    assert str(path) in errors[0] and source.version == version
     path.write_text("{ worse")
     assert source.decide(one).depth == 2
-    assert len(errors(caplog)) == 2
+    assert len(errors) == 2
     write(path, 4)
-    assert source.decide(one).depth == 4 and len(errors(caplog)) == 2
+    assert source.decide(one).depth == 4 and len(errors) == 2
 
 
 def test_the_first_policy_must_be_good(tmp_path, path) -> None:
@@ -118,7 +126,7 @@ def refuse(policy: Any) -> None:
     raise EngineError("no such drafter adapter")
 
 
-def test_a_policy_that_the_validator_refuses_is_not_taken_over(path, one, caplog) -> None:
+def test_a_policy_that_the_validator_refuses_is_not_taken_over(path, one, errors) -> None:
     known = {"d"}
 
     def check(policy: Any) -> None:
@@ -129,24 +137,24 @@ def test_a_policy_that_the_validator_refuses_is_not_taken_over(path, one, caplog
     text = path.read_text()
     path.write_text(text.replace('"d"', '"x"'))
     assert source.decide(one) == PolicyEntry(2, "d") and source.decide(one).depth == 2
-    assert len(errors(caplog)) == 1 and "no drafter adapter 'x'" in errors(caplog)[0]
+    assert len(errors) == 1 and "no drafter adapter 'x'" in errors[0]
     known.add("x")
     assert source.decide(one).drafter_adapter == "d"  # the file did not change
     assert source.reload() and source.decide(one).drafter_adapter == "x"
 
 
 @pytest.mark.parametrize("readable", [True, False])
-def test_an_entry_holds_for_the_files_that_were_judged_only(source, path, one, caplog, readable) -> None:
+def test_an_entry_holds_for_the_files_that_were_judged_only(source, path, one, errors, readable) -> None:
     other = one._replace(lora_path=str(path.parent / "other"))
     if readable:
         write_adapter(path.parent / "other", lora_alpha=99)
     for _ in range(3):
         assert source.decide(other) == PolicyEntry(7, "e")
     says = f"{content_hash(other.lora_path)[:12]} is served" if readable else "cannot be read"
-    assert len(errors(caplog)) == 1 and says in errors(caplog)[0] and "adapter one" in errors(caplog)[0]
+    assert len(errors) == 1 and says in errors[0] and "adapter one" in errors[0]
     assert source.decide(one) == PolicyEntry(2, "d")
     write(path, 3)  # said again of another policy
-    assert source.decide(other) == PolicyEntry(7, "e") and len(errors(caplog)) == 2
+    assert source.decide(other) == PolicyEntry(7, "e") and len(errors) == 2
 
 
 def test_adapters_that_no_entry_names_are_not_read(source, one, monkeypatch) -> None:
@@ -154,7 +162,7 @@ def test_adapters_that_no_entry_names_are_not_read(source, one, monkeypatch) -> 
     assert source.decide(one._replace(lora_name="two")) == PolicyEntry(7, "e")
 
 
-def test_many_threads_see_whole_policies_only(source, path, one, caplog) -> None:
+def test_many_threads_see_whole_policies_only(source, path, one, errors) -> None:
     wrong, done, two = [], threading.Event(), one._replace(lora_name="two")
 
     def ask() -> None:
@@ -171,7 +179,7 @@ def test_many_threads_see_whole_policies_only(source, path, one, caplog) -> None
     done.set()
     for thread in threads:
         thread.join()
-    assert not wrong and not errors(caplog)
+    assert not wrong and not errors
     assert source.decide(one).depth == 49
 
 

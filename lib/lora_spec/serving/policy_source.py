@@ -20,7 +20,8 @@ from lora_spec.errors import LoraSpecError, printable
 from lora_spec.files import sha256_bytes
 from lora_spec.policy import Policy, parse_policy, read_policy_bytes
 
-logger = logging.getLogger(__name__)
+# Below vLLM's own logger, whose level and form a server's operator sets.
+logger = logging.getLogger(f"vllm.{__name__}")
 
 # Seconds between two looks at a file.
 POLL_S = 0.5
