@@ -16,11 +16,8 @@ import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lora_spec.errors import EvidenceError
@@ -33,6 +30,9 @@ from lora_spec.files import (
     sha256_file,
 )
 from lora_spec.paths import rel, repo_root
+
+if TYPE_CHECKING:
+    import pandas as pd  # servers read policies with this module, and have none of the analysis packages
 
 SCHEMA = "lora-spec-record/1"
 _UNHASHED = frozenset({"files", "record_sha256"})
@@ -183,6 +183,9 @@ def table_path(record_path: Path, name: str) -> Path:
 
 
 def _table_bytes(frame: pd.DataFrame, record: Record, digest: str) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     table = pa.Table.from_pandas(frame, preserve_index=False)
     metadata = dict(table.schema.metadata or {})
     metadata[b"lora_spec.record_sha256"] = digest.encode()
@@ -267,6 +270,9 @@ def record_problems(path: Path, record: Record) -> Iterator[str]:
         elif sha256_file(table) != digest:
             yield f"file {name} does not match its hash"
         elif table.suffix == ".parquet":
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
             try:
                 metadata = pq.read_schema(table).metadata or {}
             except (OSError, pa.ArrowException):
@@ -295,6 +301,9 @@ def load_records(
 
 def load_table(record_path: Path | str, name: str) -> pd.DataFrame:
     """Table ``name`` of the record at ``record_path`` (check the record with :func:`load_record` first)."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     path = table_path(Path(record_path), name)
     try:
         return pq.read_table(path).to_pandas()

@@ -1,7 +1,7 @@
 """The room that touches vLLM: repairs, reproducible sampling, drafter adapters and depth per adapter.
 
-`plugin` hooks it into engines that are configured for it. `load_draft_adapter` and `unload_draft_adapter`
-change the drafter adapters of a running `LLM`.
+`plugin` hooks it into engines that are configured for it. `frontend.load_draft_adapter` and
+`frontend.unload_draft_adapter` change the drafter adapters of a running `LLM`.
 
 Importing this package imports neither vllm nor torch. `install_all` is called before `LLM(...)` when the
 engine runs in this process; other processes (an API server's engine core) get the same through vLLM's
@@ -15,7 +15,6 @@ import os
 from collections.abc import Sequence
 
 from lora_spec.errors import EngineError
-from lora_spec.serving.frontend import load_draft_adapter, unload_draft_adapter
 from lora_spec.serving.seeds import derive_draft_seed, derive_target_seed
 
 __all__ = [
@@ -23,11 +22,9 @@ __all__ = [
     "derive_draft_seed",
     "derive_target_seed",
     "install_all",
-    "load_draft_adapter",
     "register",
     "status",
     "uninstall_all",
-    "unload_draft_adapter",
 ]
 
 ENV = "LORA_SPEC_SERVING"
