@@ -19,7 +19,7 @@ from lora_spec.errors import EngineError
 from lora_spec.serving._patching import Fix
 from lora_spec.serving.channels import config_of
 from lora_spec.serving.config import BASE_DRAFTER, DraftLoRAConfig, ServingConfig
-from lora_spec.serving.policy_source import AdapterHashes, PolicyEntry, PolicySource
+from lora_spec.serving.policy_source import PolicyEntry, PolicySource
 from lora_spec.serving.stamp import EXTRA_ARG, DraftAdapter, Stamp
 from lora_spec.serving.validate import check_adapter, drafter_geometry
 
@@ -61,7 +61,6 @@ class FrontDoor:
         self.policy: PolicySource | None = None
         if config.depth_policy is not None:
             self.policy = PolicySource(config.depth_policy, self._check_policy)
-        self._target_hashes = AdapterHashes()
 
     @classmethod
     def of(cls, engine: Any) -> FrontDoor:
@@ -172,7 +171,7 @@ class FrontDoor:
         extra_args = extra_args or {}
         if EXTRA_ARG in extra_args:
             raise fail(f"{EXTRA_ARG!r} is written by the server only", EXTRA_ARG, extra_args[EXTRA_ARG])
-        entry = self._policy_entry(lora_request)
+        entry = PolicyEntry() if self.policy is None else self.policy.decide(lora_request)
         name = extra_args.get(REQUEST_FIELD)
         if name is not None:
             if self.config.draft_lora is None:
@@ -190,13 +189,6 @@ class FrontDoor:
             known = ", ".join(sorted(adapters)[:8]) or "none"
             raise fail(f"unknown drafter adapter {name!r:.80} (known: {known})", REQUEST_FIELD, name)
         return Stamp(adapter, entry.depth)
-
-    def _policy_entry(self, lora_request: Any) -> PolicyEntry:
-        if self.policy is None:
-            return PolicyEntry()
-        if lora_request is None:
-            return self.policy.decide(None)
-        return self.policy.decide(lora_request.lora_name, self._target_hashes.of(lora_request.lora_path))
 
     def _mapped(self, lora_request: Any, entry: PolicyEntry) -> str | None:
         if lora_request is not None and lora_request.lora_name in self._draft.map:
