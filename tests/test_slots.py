@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,11 +15,12 @@ from lora_spec.serving.slots import Slots
 
 @dataclass
 class Simulation:
-    """First come, first served, `seats` requests at a time; each runs `length` steps."""
+    """First come, first served, `seats` requests at a time; each runs `length` steps, or up to that many."""
 
     slots: Slots
     seats: int = 8
     length: int = 4
+    lengths: random.Random | None = None
     waiting: list[tuple[str, str | None]] = field(default_factory=list)
     running: dict[str, tuple[str | None, int]] = field(default_factory=dict)
     started: dict[str, int] = field(default_factory=dict)
@@ -33,7 +35,8 @@ class Simulation:
                 break
             if self.slots.admits(request, adapter, [a for a, _ in self.running.values()]):
                 self.waiting.remove((request, adapter))
-                self.running[request] = (adapter, self.length)
+                length = self.lengths.randint(1, self.length) if self.lengths else self.length
+                self.running[request] = (adapter, length)
                 self.started[request] = self.clock
         mixed = {a for a, _ in self.running.values()} - {None}
         assert len(mixed) <= self.slots.limit
@@ -97,11 +100,11 @@ def test_the_base_drafter_is_never_held_back() -> None:
 
 
 def test_a_long_queue_does_not_shrink_the_batch() -> None:
-    requests = [(f"r{i}", "ab"[i % 2]) for i in range(200)]
-    run = Simulation(Slots(1, patience=8), seats=8, length=4)
+    requests = [(f"r{i}", "ab"[i % 2]) for i in range(400)]
+    run = Simulation(Slots(1, patience=16), length=20, lengths=random.Random(0))
     run.run(requests)
-    # One adapter at a time fills the seats: 200 requests of 4 steps in 8 seats are 100 steps, then draining.
-    assert run.clock < 150
+    # In 8 seats without any limit: 400 * 10.5 / 8 = 525 steps; one request at a time: 4200.
+    assert run.clock < 800
 
 
 def test_requests_that_are_gone_are_forgotten() -> None:
