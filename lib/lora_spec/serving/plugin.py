@@ -66,7 +66,7 @@ def activate(fixes: Sequence[str]) -> None:
 
 def install_hooks() -> None:
     """Hook in what `ENV_ACTIVE` says; engines without a configuration are not affected. Idempotent."""
-    from lora_spec.serving import drafter_hooks, frontend, install_all, metrics, prefix_cache
+    from lora_spec.serving import drafter_hooks, drafting, frontend, install_all, metrics, prefix_cache
 
     named = os.environ[ENV_ACTIVE]
     install_all([] if named == NO_FIXES else named.split(","))
@@ -74,3 +74,4 @@ def install_hooks() -> None:
     prefix_cache.install()
     metrics.install()
     drafter_hooks.install()
+    drafting.install()
