@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lora_spec import __version__
+from lora_spec.errors import LoraSpecError
 from lora_spec.paths import cache_dir, repo_root
 
 State = Literal["ok", "note", "missing"]
@@ -69,7 +70,7 @@ def examine(*, network: bool = False) -> dict[str, TierReport]:
         _locked("pocket", _PINNED_CPU),
         _no_cuda_wheels(),
         *_pocket_models(),
-        _serving(),
+        *_serving(),
     ]
     for tier, gib in (("colab", 15), ("paper", 75)):
         reports[tier].checks += [_gpu(gib), _package("vllm"), _package("transformers"), _package("peft")]
@@ -218,20 +219,44 @@ def _pocket_models() -> list[Check]:
     return checks
 
 
-def _serving() -> Check:
+def _serving() -> list[Check]:
     if importlib.util.find_spec("vllm") is None:
-        return Check("vllm repairs", "note", "vllm is absent")
-    from lora_spec.serving import status
+        return [Check("vllm repairs", "note", "vllm is absent")]
+    from lora_spec.serving import ENV, REPAIRS
 
-    states = status()
-    text = ", ".join(f"{name}: {state}" for name, state in states.items())
-    wanted = os.environ.get("LORA_SPEC_SERVING", "")
-    note = (
-        "on"
-        if wanted not in ("", "0")
-        else "off for servers until LORA_SPEC_SERVING=1; collectors apply them"
-    )
-    return Check("vllm repairs", "ok", f"{text} ({note})")
+    wanted = os.environ.get(ENV, "")
+    everywhere = wanted not in ("", "0")
+    when = f"in every engine, by {ENV}={wanted}" if everywhere else f"everywhere only with {ENV}=1"
+    repairs = [Check(f"vllm repair {name}", "ok", what) for name, what in REPAIRS.items()]
+    return [
+        *repairs,
+        Check("vllm repairs", "note", f"in collectors and configured engines; {when}"),
+        _plugin(),
+    ]
+
+
+def _plugin() -> Check:
+    """Whether vLLM would find the plugin, and whether what it is told makes sense."""
+    from lora_spec.serving._patching import TESTED, vllm_version
+    from lora_spec.serving.channels import ENV_FILE, read_file
+
+    name = "vllm plugin"
+    entries = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if not any(entry.value == "lora_spec.serving:register" for entry in entries):
+        return Check(name, "missing", "the entry point is not installed", "pip install -e . --no-deps")
+    version = vllm_version()
+    if not version.startswith(f"{TESTED}."):
+        return Check(name, "note", f"tried with vLLM {TESTED}.*, refuses to act in {version}")
+    path = os.environ.get(ENV_FILE, "").strip()
+    if not path:
+        return Check(
+            name, "ok", f"inert until configured (speculative_config, additional_config, {ENV_FILE})"
+        )
+    try:
+        read_file(path)
+    except LoraSpecError as error:
+        return Check(name, "missing", str(error))
+    return Check(name, "ok", f"configured by {ENV_FILE}={path}")
 
 
 def _gpu(gib: int) -> Check:

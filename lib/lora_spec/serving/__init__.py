@@ -37,6 +37,14 @@ _MODULES = {
 }
 FIXES: tuple[str, ...] = tuple(_MODULES)
 
+# What each mends, for people.
+REPAIRS = {
+    "expand": "per-request temperatures, top-p and top-k in speculative decoding on CPU",
+    "grouped_lora": "base requests beside LoRA requests on CPU, and faster LoRA",
+    "draft_seeds": "seeds of requests for probabilistic drafts; seeded prompts split over two steps on CPU",
+    "shared_embeddings": "target LoRA with drafters that share the target's embedding (DFlash, EAGLE)",
+}
+
 
 def install_all(fixes: Sequence[str] = FIXES) -> dict[str, str]:
     """Put the named fixes in place; doing it again changes nothing.

@@ -58,6 +58,15 @@ def configure(engine_args: Any) -> ServingConfig | None:
     return None
 
 
+def read_file(path: str) -> ServingConfig:
+    """Read and check a configuration file.
+
+    Raises:
+        ParamsError: it cannot be read, or is not valid.
+    """
+    return validate(ServingConfig, read_yaml(Path(path)), where=path)
+
+
 def _take_inline(engine_args: Any) -> dict[str, Any]:
     speculative = engine_args.speculative_config
     if not isinstance(speculative, Mapping):
