@@ -12,6 +12,7 @@ hash here.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -53,6 +54,7 @@ def install() -> None:
     def _gen_lora_extra_hash_keys(request: Any) -> list[tuple[str, ...]]:
         return stock(request) + extra_keys(request)
 
+    @functools.wraps(stock_add)  # its signature too: vLLM decodes the argument by its annotation
     def add_lora(self: Any, lora_request: Any) -> bool:
         added = stock_add(self, lora_request)
         _loadings[lora_request.lora_name, lora_request.lora_path] += 1
