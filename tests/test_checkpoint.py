@@ -636,6 +636,21 @@ def test_geometry_from_a_transformers_config():
             BaseGeometry.from_hf_config(broken)
 
 
+def test_modules_and_their_share_of_an_adapter():
+    # The DFlash drafter of the pocket target: two layers, and fc over five taps.
+    drafter = BaseGeometry(2, 576, 9, 3, 64, 1536, 49152, prefix="", fc=(576, 5 * 576))
+    modules = drafter.modules()
+    assert len(modules) == 2 * 7 + 1
+    assert modules["fc"] == (576, 2880) and modules["layers.1.self_attn.v_proj"] == (192, 576)
+    assert sum(out * into for out, into in modules.values()) == 8_736_768
+    assert [round(drafter.full_over_adapter(rank), 1) for rank in (8, 16, 64)] == [45.9, 22.9, 5.7]
+    # Eight layers 2560 wide at rank 64 (published: 28x).
+    wide = BaseGeometry(8, 2560, 32, 8, 128, 9728, 1, fc=(2560, 5 * 2560))
+    assert round(wide.full_over_adapter(64), 1) == 27.7
+    target = BaseGeometry(1, 576, 9, 3, 64, 1536, 49152)
+    assert list(target.modules())[:2] == [f"model.layers.0.self_attn.{kind}_proj" for kind in "qk"]
+
+
 def test_every_reason_has_one_sentence_with_room_for_detail():
     for severity, sentence in REASONS.values():
         assert isinstance(severity, Severity) and sentence.count("{detail}") == 1 and sentence.endswith(".")

@@ -263,6 +263,23 @@ def test_a_benchmark_is_recorded_with_its_ratios(benches, tmp_path):
     assert (stored["value"], stored["goal"], stored["sense"]) == (3.0, 2.0, ">=")
 
 
+def test_a_ratio_without_a_goal_is_reported_and_neither_met_nor_missed(benches, tmp_path, monkeypatch, cli):
+    monkeypatch.setenv("LORA_SPEC_RESULTS", str(tmp_path))
+    ratios = {"r": {"value": 0.25, "goal": None, "sense": ">="}}
+    benches("made_open", f"return { ({'ratios': ratios})!r}")
+    (ratio,) = bench.run_bench("made_open", tmp_path)
+    assert ratio.met is None
+    assert load_record(tmp_path / "made_open.json").config["goals"]["r"]["goal"] is None
+    shown = cli("bench", "made_open").stdout
+    assert "0.25" in shown and "no" not in shown.replace("bench", "").split("\n", 3)[3]
+
+
+def test_modules_with_an_underscore_are_parts_of_benchmarks(benches):
+    benches("made_one", "return {}")
+    benches("_part", "return {}")
+    assert bench.bench_names() == ["made_one"]
+
+
 def test_a_benchmark_of_an_absent_tier_is_left_out_unless_it_is_named(benches, tmp_path, monkeypatch, cli):
     monkeypatch.setenv("LORA_SPEC_RESULTS", str(tmp_path / "results"))
     benches("made_engine", 'raise ModuleNotFoundError("no torch", name="torch")')

@@ -1,8 +1,9 @@
 """Benchmarks: ratios of two sides timed in the same run, each with a goal, recorded as any measurement is.
 
 A benchmark is a module of this package with `run() -> dict`: "ratios" maps a name to {"value", "goal",
-"sense"} (sense ">=" or "<="), and every other key goes into the record's results. It imports what its tier
-needs inside `run`, so that it can be listed anywhere.
+"sense"} (sense ">=" or "<="; goal None where the ratio is reported as it is), and every other key goes into
+the record's results. It imports what its tier needs inside `run`, so that it can be listed anywhere. Modules
+whose names begin with an underscore are parts of benchmarks.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ _CPU_TIER = ("torch", "transformers", "peft", "gguf", "vllm")
 
 @dataclass(frozen=True)
 class Ratio:
-    """One measured ratio and its goal."""
+    """One measured ratio and its goal, None where it has none."""
 
     name: str
     value: float
-    goal: float
+    goal: float | None
     sense: str
 
     @property
-    def met(self) -> bool:
-        """Whether the value reaches the goal."""
-        return bool(_SENSES[self.sense](self.value, self.goal))
+    def met(self) -> bool | None:
+        """Whether the value reaches the goal; None without one."""
+        return None if self.goal is None else bool(_SENSES[self.sense](self.value, self.goal))
 
 
 def bench_names() -> list[str]:
     """Names of the benchmarks, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
 
 
 def run_bench(name: str, folder: Path | None = None) -> list[Ratio]:

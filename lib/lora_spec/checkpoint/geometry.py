@@ -99,6 +99,23 @@ class BaseGeometry:
         parts = FUSED.get(module_type, (module_type,))
         return sum(self.shapes[part][0] for part in parts), self.shapes[parts[0]][1]
 
+    def modules(self) -> dict[str, tuple[int, int]]:
+        """Every adaptable module by its full name → (out_features, in_features)."""
+        found = {f"{self.prefix}{FC}": self.fc} if self.fc else {}
+        for layer in range(self.num_layers):
+            for kind, block in BLOCK_OF.items():
+                found[f"{self.prefix}layers.{layer}.{block}.{kind}_proj"] = self.shapes[kind]
+        return found
+
+    def full_over_adapter(self, rank: int) -> float:
+        """Parameters of all modules over those of a rank-``rank`` adapter on every one of them.
+
+        Σ in·out / (rank · Σ (in + out)): what N full copies of a drafter need in memory over N adapters of
+        it, embeddings, head and norms (shared, or small) apart.
+        """
+        shapes = self.modules().values()
+        return sum(o * i for o, i in shapes) / (rank * sum(o + i for o, i in shapes))
+
     def has(self, prefix: str, layer: int) -> bool:
         """Whether a block of that prefix and index exists (``FC_LAYER`` where there is an ``fc``)."""
         first = FC_LAYER if self.fc else 0

@@ -40,6 +40,7 @@ def register(app: typer.Typer) -> None:
                 typer.echo(f"left out: {error}", err=True)
         table = Table("benchmark", "ratio", "value", "goal", "met?")
         for name, ratio in rows:
-            goal = f"{ratio.sense} {ratio.goal:g}"
-            table.add_row(name, ratio.name, f"{ratio.value:.3g}", goal, "yes" if ratio.met else "no")
+            goal = "-" if ratio.goal is None else f"{ratio.sense} {ratio.goal:g}"
+            met = {True: "yes", False: "no", None: "-"}[ratio.met]
+            table.add_row(name, ratio.name, f"{ratio.value:.3g}", goal, met)
         Console().print(table)
