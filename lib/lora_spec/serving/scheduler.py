@@ -86,7 +86,7 @@ class ServingScheduler(Scheduler):
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take each request's drafts, as many as its depth."""
         cut = []
-        for id_, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+        for id_, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=False):
             request = self.requests.get(id_)
             cut.append(tokens if request is None else tokens[: self.depth_of(request)])
         super().update_draft_token_ids(DraftTokenIds(draft_token_ids.req_ids, cut))
