@@ -96,7 +96,7 @@ def _serve() -> None:
     """Import vLLM, then fork for each line of the input, and answer with the child's exit status."""
     answers = os.fdopen(os.dup(1), "w")  # vLLM prints to the standard output
     os.dup2(2, 1)
-    import vllm  # noqa: F401
+    import vllm
     import vllm.v1.engine.core
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
@@ -166,24 +166,33 @@ def _main(spec_path: str, out_path: str) -> None:
     Path(out_path).write_text(json.dumps(out))
 
 
-def generate(llm: Any, call: list[dict[str, Any]], loras: dict[str, Any]) -> list[dict[str, Any]]:
+def generate(
+    llm: Any,
+    call: list[dict[str, Any]],
+    loras: dict[str, Any],
+    see: Callable[[Any], dict[str, Any]] = lambda output: answer(output.outputs[0]),
+) -> list[dict[str, Any]]:
     """One call of `generate`; `loras` remembers the adapters of the engine's earlier calls by path."""
+    made = [make_request(request, loras) for request in call]
+    outputs = llm.generate(
+        [prompt for prompt, _, _ in made],
+        [params for _, params, _ in made],
+        lora_request=[lora for _, _, lora in made] if loras else None,
+        use_tqdm=False,
+    )
+    return [see(output) for output in outputs]
+
+
+def make_request(request: dict[str, Any], loras: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Prompt, sampling parameters and target adapter of one request, as vLLM takes them."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    requests = []
-    for request in call:
-        path = request.get("lora")
-        if path and path not in loras:
-            loras[path] = LoRARequest(Path(path).name, len(loras) + 1, path)
-        requests.append(loras[path] if path else None)
-    outputs = llm.generate(
-        [{"prompt_token_ids": r["prompt"]} for r in call],
-        [SamplingParams(detokenize=False, ignore_eos=True, **r["params"]) for r in call],
-        lora_request=requests if loras else None,
-        use_tqdm=False,
-    )
-    return [answer(output.outputs[0]) for output in outputs]
+    path = request.get("lora")
+    if path and path not in loras:
+        loras[path] = LoRARequest(Path(path).name, len(loras) + 1, path)
+    params = SamplingParams(detokenize=False, ignore_eos=True, **request["params"])
+    return {"prompt_token_ids": request["prompt"]}, params, loras[path] if path else None
 
 
 def answer(completion: Any) -> dict[str, Any]:
