@@ -266,8 +266,11 @@ def install() -> None:
     stock_init = _HOOK.original(InputProcessor, "__init__")
     stock_process = _HOOK.original(InputProcessor, "process_inputs")
 
+    class InvalidRequest(VLLMValidationError, ValueError):
+        """vLLM's own error, which its server answers with 400; it is no ValueError, which callers expect."""
+
     def invalid(message: str, parameter: str, value: Any) -> Exception:
-        return VLLMValidationError(message, parameter=parameter, value=value)
+        return InvalidRequest(message, parameter=parameter, value=value)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock_init(self, *args, **kwargs)
