@@ -60,9 +60,14 @@ def _apply(
         columns: columns of output, as many as out, or fewer (padding of the adapter is dropped).
         scale: factor of the product, None for one.
         add: add to the output or overwrite it.
+
+    Raises:
+        ValueError: the indices are of other rows than the inputs (stock's einsum fails then, too).
     """
     import torch
 
+    if len(indices) != len(inputs):
+        raise ValueError(f"LoRA indices of {len(indices)} rows for {len(inputs)} rows")
     if weights.dim() == 4:
         weights = weights.squeeze(1)
     width = columns.stop - columns.start
