@@ -20,6 +20,8 @@ import numpy as np
 
 from lora_spec.checkpoint import content_hash
 from lora_spec.errors import EngineError
+from lora_spec.serving import drafter_kernels, grouped_lora
+from lora_spec.serving._patching import APPLIED
 from lora_spec.serving.channels import config_of
 from lora_spec.serving.config import DraftLoRAConfig
 from lora_spec.serving.stamp import DraftAdapter, read_stamp
@@ -53,6 +55,7 @@ class DraftLoRA:
         self._prepare(proposer.model)
         self._manager = _manager(proposer, config)
         proposer.model = self._manager.create_lora_manager(proposer.model, self._manager.vllm_config)
+        self._manager.use_drafter_kernels()
         if self.is_dflash:
             use_wrapped_context_projections(proposer.model.model)
         self._known: dict[int, DraftAdapter] = {}
@@ -83,9 +86,21 @@ class DraftLoRA:
         self._known[adapter.int_id] = adapter
         self.failed.discard(adapter.int_id)
 
+    def unload(self, adapter: DraftAdapter) -> None:
+        """Take an adapter out of its slot and out of memory; nothing happens if it is not there."""
+        self._manager.remove_adapter(adapter.int_id)
+
     def loaded(self) -> list[str]:
         """Names of the adapters in memory."""
         return sorted(self._known[i].name for i in self._manager.list_adapters() if i in self._known)
+
+    def cached_bytes(self) -> int:
+        """Bytes of the adapters in memory, in a slot or not."""
+        return self._manager.cached_bytes()
+
+    def slots_bytes(self) -> int:
+        """Bytes of the slots' buffers, which are there whether or not adapters are."""
+        return self._manager.slots_bytes()
 
     # ------------------------------------------------------------------ rows
 
@@ -235,6 +250,22 @@ def _manager(proposer: Any, config: DraftLoRAConfig) -> Any:
 
         def activate(self, adapters: Iterable[DraftAdapter]) -> None:
             self._apply_adapters({LoRARequest(a.name, a.int_id, a.path) for a in adapters})
+
+        def use_drafter_kernels(self) -> None:
+            if grouped_lora.status() == APPLIED:  # on CPU, and unless the operator wants stock's
+                drafter_kernels.use(self._adapter_manager)
+
+        def cached_bytes(self) -> int:
+            weights: list[Any] = []
+            for adapter in self._adapter_manager.list_adapters().values():
+                for lora in adapter.loras.values():
+                    for side in (lora.lora_a, lora.lora_b):
+                        weights += side if isinstance(side, list) else [side]  # packed: one a projection
+            return sum(weight.nbytes for weight in weights if weight is not None)
+
+        def slots_bytes(self) -> int:
+            modules = self._adapter_manager.modules.values()
+            return sum(w.nbytes for m in modules for w in (*m.lora_a_stacked, *m.lora_b_stacked))
 
         def set_mapping(self, mapping: Any) -> None:
             self._adapter_manager.set_adapter_mapping(mapping)
