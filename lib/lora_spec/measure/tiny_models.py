@@ -197,7 +197,7 @@ def linear_weights(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 def save_random_adapter(
     state: Mapping[str, torch.Tensor], folder: Path, *, seed: int, rank: int = 8, size: float = 1.0
 ) -> str:
-    """Write a PEFT adapter on every linear module of `state`; returns the folder.
+    """Write a PEFT adapter on every linear module of `state`, in its dtype; returns the folder.
 
     Args:
         size: ‖ΔW‖_F over ‖W‖_F of each module, large enough to change most outputs.
@@ -213,8 +213,8 @@ def save_random_adapter(
         a = torch.randn(rank, columns, generator=generator)
         b = torch.randn(rows, rank, generator=generator)
         b *= size * weight.norm() / (b @ a).norm()
-        tensors[f"base_model.model.{module}.lora_A.weight"] = a
-        tensors[f"base_model.model.{module}.lora_B.weight"] = b
+        tensors[f"base_model.model.{module}.lora_A.weight"] = a.to(weight.dtype)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = b.to(weight.dtype)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
@@ -239,7 +239,7 @@ def merged_state(state: Mapping[str, torch.Tensor], adapter: Path | str) -> dict
     out = {name: weight.clone() for name, weight in state.items()}
     for module in linear_weights(state):
         a, b = (tensors[f"base_model.model.{module}.lora_{x}.weight"] for x in "AB")
-        out[f"{module}.weight"] += b @ a
+        out[f"{module}.weight"] += b.float() @ a.float()
     return out
 
 
