@@ -6,12 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from serving_engine import run_engine
-from serving_models import perturbed, prompts, save, speculation, tiny_llama
+from serving_models import VOCAB, perturbed, prompts, save, speculation, tiny_llama
+from test_serving_engine import TEMPERATURE, exact_joint, tv_and_limit
 
 from lora_spec.errors import EngineError
 from lora_spec.measure.tiny_models import merged_llama, save_random_adapter, tiny_dflash, tiny_eagle3
+from lora_spec.serving import derive_target_seed
 from lora_spec.serving.stamp import Stamp
 
 pytestmark = pytest.mark.vllm
@@ -272,6 +275,25 @@ def test_the_control_of_a_drafter_equal_to_its_target_holds_when_sampling(models
     for i, a in enumerate(done["answers"]):
         limit = min(K if DEPTHS[i % len(DEPTHS)] is None else DEPTHS[i % len(DEPTHS)], K)
         assert a["accepted"] == a["drafted"] and set(a["drafted"]) == ({limit} if limit else set())
+
+
+def test_sampled_tokens_follow_the_target_at_every_depth(models) -> None:
+    prompt, count = prompts(1, seed=5)[0], 3000
+    requests = []
+    for i in range(count):
+        seed = derive_target_seed(0, "", prompt, str(i))
+        requests.append(ask(prompt, i % (K + 1), 4, temperature=TEMPERATURE, seed=seed))
+    engine = serving(models, "draft_model", max_num_seqs=256)
+    done = models.run("distribution", [requests], **engine)[0]
+    assert accepted(done) >= 500
+    joint = exact_joint(SimpleNamespace(target=models.model), prompt, 4)
+    drawn = np.array(tokens(done))
+    for name, rows in {"all": slice(None), "some drafts": np.arange(count) % (K + 1) > 0}.items():
+        for i in range(4):
+            others = tuple(axis for axis in range(4) if axis != i)
+            seen = np.bincount(drawn[rows, i], minlength=VOCAB)
+            tv, limit = tv_and_limit(seen, joint.sum(axis=others))
+            assert tv < limit, f"{name}, token {i + 1}: TV {tv:.4f}, limit {limit:.4f}"
 
 
 def test_dynamic_depth_is_a_bound_too_and_keeps_the_drafters_cache_whole(models, questions, said) -> None:
