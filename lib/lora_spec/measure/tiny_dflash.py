@@ -1,7 +1,7 @@
 """A DFlash drafter fitted to a tiny target in seconds, so that its drafts depend on what it reads.
 
-A random DFlash drafter proposes nearly the same tokens whatever the context, and hardly any is accepted: faults
-in the context's keys and values would change nothing that can be counted.
+A random DFlash drafter proposes nearly the same tokens whatever the context, and hardly any is accepted:
+faults in the context's keys and values would change nothing that can be counted.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def forward(
 def _heads(
     x: torch.Tensor, layer: dict[str, torch.Tensor], kind: str, heads: int, positions: torch.Tensor | None
 ) -> torch.Tensor:
-    """[..., length, hidden] to [..., heads, length, head size], normed and rotated where positions are given."""
+    """[..., length, hidden] to [..., heads, length, head size]; with positions also normed and rotated."""
     projected = x @ layer[f"self_attn.{kind}_proj"].T
     split = projected.unflatten(-1, (heads, _HEAD)).transpose(-2, -3)
     if positions is None:
