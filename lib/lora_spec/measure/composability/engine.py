@@ -93,7 +93,10 @@ def environment(column: str) -> dict[str, str]:
 
 
 class _Heard:
-    """Keeps vLLM's warnings about the cell; a record factory, since vLLM replaces all handlers when an engine starts."""
+    """Keeps vLLM's warnings about the cell.
+
+    A record factory, since vLLM replaces all handlers when an engine starts.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
