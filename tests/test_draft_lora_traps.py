@@ -66,7 +66,7 @@ def test_beside_a_compiled_target_the_drafter_is_kept_eager(made, method):
             f"compiled-drafter-{method}", [call()], draft_lora={}, hooks=("compiled_drafter",), **engine
         )
     except RuntimeError as error:
-        assert any(word in str(error) for word in ("_dynamo", "ConstraintViolationError"))
+        assert any(word in str(error) for word in ("_dynamo", "ConstraintViolationError", "mark_dynamic"))
     else:
         found = wrong(made, method, faulty["answers"][0])
         assert found["a"] > 2 and found["b"] > 2
