@@ -18,12 +18,13 @@ import pandas as pd
 
 from lora_spec.errors import LoraSpecError
 from lora_spec.features import FEATURES
+from lora_spec.files import canonical_sha256
 from lora_spec.measure.design import Design, MeasureUnit, UnitKind, design_units, load_design
 from lora_spec.measure.engine import Completion
 from lora_spec.measure.rows import request_rows
 from lora_spec.paths import repo_root
 from lora_spec.pool import load_pool
-from lora_spec.provenance import EvidenceClass, new_record, write_record
+from lora_spec.provenance import Covers, EvidenceClass, new_record, write_record
 
 TIER = "smoke"
 DESIGNS = ("phase1_measurement.yaml", "phase2_screen.yaml")
@@ -61,7 +62,7 @@ def write_smoke(results: Path) -> list[Path]:
                 scores = {"overlap": _overlap(design, unit)}
                 written.append(_write(folder / "overlap" / f"{unit.name}.json", design, unit, {}, scores))
     _write_predictor(results)
-    return written
+    return written + _write_composability(results)
 
 
 def _write(
@@ -85,6 +86,48 @@ def _write(
     )
     write_record(path, record, tables)
     return path
+
+
+def _write_composability(results: Path) -> list[Path]:
+    """Made-up verdicts of phase 0, drawn from a seed; planted faults are all seen."""
+    from lora_spec.measure.composability.cells import load_phase0
+    from lora_spec.measure.composability.units import Kind, Unit, all_units
+
+    params = load_phase0()
+    blank = new_record(
+        experiment=params.experiment,
+        tier=TIER,
+        phase=params.phase,
+        evidence_class=EvidenceClass.SMOKE,
+        config={},
+        seed=params.seed,
+        revisions={},
+    )
+
+    def outcome(unit: Unit) -> dict[str, Any]:
+        if unit.kind is Kind.REFERENCE:
+            return {"sampled_first": [600, 600], "distribution": {"tv": 0.05, "limit": 0.1, "at": "token 1"}}
+        statuses = ["works", "wrong", "error", "unsupported", "not exercised"]
+        status = str(_rng("phase0", unit.column, unit.name).choice(statuses, p=[0.6, 0.1, 0.1, 0.1, 0.1]))
+        if unit.kind is Kind.CONTROL:
+            status = "wrong"
+        how = [] if status == "works" else [f"made up: {status}"]
+        return {"status": status, "how": how, "silent": True if status == "wrong" else None}
+
+    written = []
+    for unit in all_units(params):
+        config = unit.config(params)
+        record = blank.model_copy(
+            update={
+                "config": config,
+                "config_sha256": canonical_sha256(config),
+                "covers": Covers(cells=[f"{unit.column}/{unit.name}"] if unit.kind is Kind.CELL else []),
+                "results": outcome(unit) | {"seconds": 1.0, "warnings": []},
+            }
+        )
+        written.append(results / TIER / params.phase / unit.folder / f"{unit.name}.json")
+        write_record(written[-1], record)
+    return written
 
 
 def _content_hash(adapter: str) -> str:

@@ -37,6 +37,10 @@ class NotebookParameters(StrictModel):
         return Stamp(self.tier, self.evidence_class)
 
 
+class ComposabilityParameters(NotebookParameters):
+    """``phase0_composability``."""
+
+
 class EffectParameters(NotebookParameters):
     """``phase1_effect``."""
 
@@ -54,6 +58,7 @@ class ScreenParameters(NotebookParameters):
 
 
 NOTEBOOKS: dict[str, type[NotebookParameters]] = {
+    "phase0_composability": ComposabilityParameters,
     "phase1_effect": EffectParameters,
     "phase2_screen": ScreenParameters,
 }

@@ -1,5 +1,6 @@
 """Figures: functions from data frames to :class:`matplotlib.figure.Figure`, and one place that saves them."""
 
+from lora_spec.plots.composability import composability_figure
 from lora_spec.plots.effect import effect_figure, position_figure
 from lora_spec.plots.predictor import predictor_figure
 from lora_spec.plots.saving import SavedFigure, save_figure
@@ -8,6 +9,7 @@ from lora_spec.plots.screen import agreement_figure, screen_figure
 __all__ = [
     "SavedFigure",
     "agreement_figure",
+    "composability_figure",
     "effect_figure",
     "position_figure",
     "predictor_figure",
