@@ -144,7 +144,12 @@ class Cases:
         With `draft_lora` the plugin is configured and has to see to everything itself; without, vLLM has the
         repairs that make its own answers right.
         """
-        keys: dict[str, Any] = {"model": str(self.folder / target), "block_size": 32, **engine}
+        keys: dict[str, Any] = {
+            "model": str(self.folder / target),
+            "block_size": 32,
+            "num_gpu_blocks_override": 2048,
+            **engine,
+        }
         if method is not None:
             keys["speculative_config"] = {
                 "method": method,

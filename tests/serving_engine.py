@@ -14,6 +14,7 @@ script returned.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -34,6 +35,18 @@ ENV = {
     "OMP_NUM_THREADS": "1",
 }
 TIMEOUT_S = 1200
+# What every engine imports, and none of the modules that repairs touch.
+IMPORTED = (
+    "vllm",
+    "vllm.compilation.backends",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.quantization.online",
+    "vllm.transformers_utils.configs",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+)
 
 _forker: subprocess.Popen[str] | None = None
 
@@ -96,10 +109,10 @@ def _serve() -> None:
     """Import vLLM, then fork for each line of the input, and answer with the child's exit status."""
     answers = os.fdopen(os.dup(1), "w")  # vLLM prints to the standard output
     os.dup2(2, 1)
-    import vllm
-    import vllm.v1.engine.core
-    import vllm.v1.engine.llm_engine
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # vLLM collects garbage several times while it starts
 
     for line in sys.stdin:
         job = json.loads(line)
@@ -153,6 +166,7 @@ def _main(spec_path: str, out_path: str) -> None:
             "max_model_len": 256,
             "max_num_seqs": 64,
             "max_num_batched_tokens": 4096,
+            "num_gpu_blocks_override": 512,  # filling a gigabyte of K/V with zeros takes seconds
             "seed": 0,
             **spec["engine"],
         }

@@ -324,8 +324,7 @@ def test_the_oracles_agree(made):
     """Acceptance of vLLM's merged drafters, counted in transformers: PEFT's adapter and a plain one."""
     for name in ("base", "a", "b"):
         for i in range(3):
-            want = made.torch_at_positions(name, i)
             have = made.at_positions("draft_model", name)[i]
-            assert {k: v for k, v in have.items() if k <= TOKENS - K} == {
-                k: want[k] for k in have if k in want
-            }
+            want = made.torch_at_positions(name, i, have)
+            assert len(want) > 10
+            assert want == {n: have[n] for n in want}
