@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import time
@@ -29,6 +30,7 @@ class EngineJob:
         target_adapters: name to PEFT folder, of adapters that requests carry.
         draft_fields: whether requests say which drafter adapter they want.
         fixes: serving fixes to install before the engine is built.
+        disabled: functions (``module:name``) that do nothing in this process: faults planted on purpose.
         hide: paths that may not appear in a record; the folder of the models first.
     """
 
@@ -38,6 +40,7 @@ class EngineJob:
     target_adapters: dict[str, str] = field(default_factory=dict)
     draft_fields: bool = False
     fixes: tuple[str, ...] = ()
+    disabled: tuple[str, ...] = ()
     hide: tuple[str, ...] = ()
 
 
@@ -133,6 +136,9 @@ def _ask(job: EngineJob, outcome: Outcome) -> None:
     torch.set_num_threads(1)
     from lora_spec import serving
 
+    for place in job.disabled:
+        module, name = place.split(":")
+        setattr(importlib.import_module(module), name, lambda: None)
     if job.fixes:
         serving.install_all(job.fixes)
     from vllm import LLM

@@ -102,11 +102,16 @@ def _no_fields(inputs: Inputs, job: EngineJob) -> EngineJob:
     return replace(job, draft_fields=False)
 
 
+def _blind_cache(inputs: Inputs, job: EngineJob) -> EngineJob:
+    return replace(job, disabled=("lora_spec.serving.prefix_cache:install",))
+
+
 _PLANTED = {
     "target adapters swapped": _swap_target_adapters,
     "another merged drafter": _other_drafter,
     "temperature a quarter higher": _warmer,
     "requests do not say which drafter adapter": _no_fields,
+    "cached blocks do not say which drafter adapter": _blind_cache,
 }
 """Faults, each of which must turn its cell to wrong: the oracles can see what they are for."""
 
@@ -125,6 +130,18 @@ _CONTROLS = (
         "plugin",
         Cell("dflash", drafter_lora="dynamic"),
         "requests do not say which drafter adapter",
+    ),
+    (
+        "planted-draft_model-cache",
+        "plugin",
+        Cell("draft_model", drafter_lora="dynamic", prefix_cache="on"),
+        "cached blocks do not say which drafter adapter",
+    ),
+    (
+        "planted-dflash-cache",
+        "plugin",
+        Cell("dflash", drafter_lora="dynamic", prefix_cache="on"),
+        "cached blocks do not say which drafter adapter",
     ),
 )
 
