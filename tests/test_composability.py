@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_spec.errors import EvidenceError, ParamsError
+from lora_spec.errors import EvidenceError, LoraSpecError, ParamsError
 from lora_spec.measure.composability.cells import (
     AXES,
     COLUMNS,
@@ -24,6 +24,7 @@ from lora_spec.measure.composability.cells import (
 from lora_spec.measure.composability.compare import first_difference, two_share_z, worst_variation
 from lora_spec.measure.composability.engine import Answer, Outcome, describe, scrub
 from lora_spec.measure.composability.fallback import AS_IT_IS, NOTHING, USE_PLUGIN, advise
+from lora_spec.measure.composability.runner import Runner
 from lora_spec.measure.composability.units import Kind, all_units
 from lora_spec.measure.composability.verdict import Status, judge
 from lora_spec.measure.composability.workload import BASE, Arm, arms, calls, reference_pairs
@@ -85,6 +86,16 @@ def test_measuring_more_cells_keeps_the_records_of_the_others() -> None:
     fewer = PARAMS.model_copy(update={"blocks": PARAMS.blocks[:1]})
     configs = {unit.name + unit.column: unit.config(PARAMS) for unit in all_units(PARAMS)}
     assert all(configs[u.name + u.column] == u.config(fewer) for u in all_units(fewer))
+
+
+def test_one_cell_brings_its_references_and_nothing_else() -> None:
+    chosen = Runner().select(["draft_model-one-merged-greedy"], "plugin")
+    assert [(u.kind, u.name) for u in chosen] == [
+        (Kind.REFERENCE, "draft_model-t1-d1"),
+        (Kind.CELL, "draft_model-one-merged-greedy"),
+    ]
+    with pytest.raises(LoraSpecError, match="no cell draft_model"):
+        Runner().select(["draft_model"])
 
 
 # --- what a cell is asked ---

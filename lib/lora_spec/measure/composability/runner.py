@@ -16,7 +16,7 @@ from lora_spec.measure.composability.engine import Outcome
 from lora_spec.measure.composability.inputs import Inputs
 from lora_spec.measure.composability.units import SELF_DRAFT, Kind, Unit, all_units
 from lora_spec.measure.composability.verdict import Status, judge
-from lora_spec.measure.composability.workload import Arm, ReferencePair
+from lora_spec.measure.composability.workload import Arm, ReferencePair, reference_pairs
 from lora_spec.paths import cache_dir
 from lora_spec.provenance import EvidenceClass, Record, load_record, new_record, write_record
 
@@ -37,7 +37,7 @@ class Runner:
         self._references: dict[ReferencePair, Record] = {}
 
     def select(self, only: Sequence[str] = (), column: str | None = None) -> list[Unit]:
-        """The units of the named cells, and of one column, with all references and controls.
+        """The units of one column, or of the named cells with the references they need and no controls.
 
         Raises:
             LoraSpecError: no cell is called so.
@@ -46,12 +46,17 @@ class Runner:
         for name in only:
             if name not in names:
                 raise LoraSpecError(f"no cell {name} in this matrix", where=self.path, fix="run the plan")
-        return [
-            unit
-            for unit in self.units
-            if (column is None or unit.column == column or unit.kind is Kind.REFERENCE)
-            and (unit.kind is not Kind.CELL or not only or unit.name in only)
-        ]
+        cells = [u.cell for u in self.units if u.kind is Kind.CELL and u.cell and u.name in only]
+        pairs = set(reference_pairs(cells)) if only else None
+        chosen = []
+        for unit in self.units:
+            if unit.kind is Kind.REFERENCE:
+                wanted = pairs is None or unit.pair in pairs
+            else:
+                wanted = column in (None, unit.column) and (not only or unit.name in only)
+            if wanted:
+                chosen.append(unit)
+        return chosen
 
     def state(self, unit: Unit) -> State:
         """``done`` only if the record is whole, of these parameters and of these very models.
