@@ -42,7 +42,7 @@ def register(app: typer.Typer) -> None:
         from lora_spec.measure.composability.units import Kind
 
         if column is not None and column not in COLUMNS:
-            raise LoraSpecError(f"no column {column!r}", fix=f"use {' or '.join(COLUMNS)}")
+            raise LoraSpecError(f"no column {column!r}", fix=f"Use {' or '.join(COLUMNS)}")
         runner = Runner(params)
         units = runner.select(only or (), column)
         if execute:
@@ -61,6 +61,6 @@ def register(app: typer.Typer) -> None:
         others = sum(unit.kind is not Kind.CELL for unit in units)
         todo = sum(runner.state(unit) != "done" for unit in units)
         console.print(
-            f"{len(states)} cells in columns, {others} references and controls; {todo} engines to run. "
+            f"{len(states)} engines for cells, {others} for references and controls; {todo} of them to run. "
             "Run them with --execute."
         )
