@@ -445,6 +445,19 @@ def test_the_policy_gives_depth_and_drafter_adapter(folders, tmp_path) -> None:
     assert caught.value.code == "in_use"
 
 
+def test_what_never_drafts_takes_no_slot(folders, tmp_path) -> None:
+    from lora_spec.checkpoint import content_hash
+
+    served = write_adapter(tmp_path / "served", random_pairs(seed=9))
+    policy = write_policy(tmp_path / "p.json", t1=entry(content_hash(served), 0))
+    draft = DraftLoRAConfig(adapters=folders, max_rank=8, default="c")
+    front = FrontDoor(ServingConfig(draft_lora=draft, depth_policy=str(policy)), BASE)
+    lora = SimpleNamespace(lora_name="t1", lora_path=str(served))
+    assert front.resolve(None, lora) == front.resolve({"draft_lora": "a"}, lora) == Stamp(None, 0)
+    with pytest.raises(ValueError, match="unknown"):
+        front.resolve({"draft_lora": "zzz"}, lora)
+
+
 def test_a_policy_and_a_map_do_not_both_name_drafter_adapters(folders, tmp_path) -> None:
     policy = write_policy(tmp_path / "p.json", t1=entry("0" * 64, 2, "a"))
     draft = DraftLoRAConfig(adapters=folders, max_rank=8, map={"t2": "b"})

@@ -188,7 +188,8 @@ class FrontDoor:
         else:
             known = ", ".join(sorted(adapters)[:8]) or "none"
             raise fail(f"unknown drafter adapter {name!r:.80} (known: {known})", REQUEST_FIELD, name)
-        return Stamp(adapter, entry.depth)
+        # A request that never drafts needs no slot for an adapter.
+        return Stamp(None if entry.depth == 0 else adapter, entry.depth)
 
     def _mapped(self, lora_request: Any, entry: PolicyEntry) -> str | None:
         if lora_request is not None and lora_request.lora_name in self._draft.map:
