@@ -262,6 +262,7 @@ def test_a_fitting_adapter_is_known_by_its_content(tmp_path) -> None:
         (lambda d: write_adapter(d, peft_type="LOKR"), "unsupported_type"),
         (lambda d: write_adapter(d, modules_to_save=["lm_head"]), "modules_to_save"),
         (lambda d: write_adapter(d, bias="all"), "bias"),
+        (lambda d: write_adapter(d, {n: (a, 0 * b) for n, (a, b) in random_pairs().items()}), "untrained"),
         (lambda d: write_adapter(d, shards=2), "sharded"),
         (lambda d: write_adapter(d, adapter="default"), "adapter_name_in_keys"),
         (lambda d: write_adapter(d, prefix=""), "prefix_missing"),

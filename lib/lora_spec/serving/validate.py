@@ -20,8 +20,9 @@ SCHEDULER = "lora_spec.serving.scheduler.ServingScheduler"
 DRAFT_LORA_METHODS = ("draft_model", "dflash")
 _DFLASH_ARCHITECTURES = ("DFlashDraftModel",)
 
-# Remarks of the reader that are harmless for a prediction, but that vLLM's own loader stumbles over.
+# Remarks of the reader that are harmless for a prediction, but not for serving.
 _UNSERVABLE = {
+    "untrained": "it would be the base drafter under another name",
     "sharded": "vLLM reads one adapter_model.safetensors only",
     "adapter_name_in_keys": "vLLM expects keys without an adapter name",
     "prefix_missing": "vLLM expects keys that start with base_model.model.",
