@@ -245,7 +245,9 @@ def test_warnings_that_speak_of_it_end_the_silence() -> None:
     cell = Cell("none", "mixed")
     outcome = right_outcome(cell)
     outcome.answers[0][0].tokens.clear()
-    outcome.warnings = ["LoRA rows of index -1 are not supported"]
+    outcome.warnings = ["Using scheduler lora_spec.serving.scheduler.ServingScheduler"]
+    assert verdict(cell, outcome).silent is True
+    outcome.warnings += ["LoRA rows of index -1 are not supported"]
     assert verdict(cell, outcome).silent is False
 
 

@@ -108,7 +108,8 @@ def is_refusal(stage: str, error: Mapping[str, str]) -> bool:
 def _silent(warnings: Sequence[str]) -> bool:
     """Nothing printed speaks of adapters, temperatures or acceptance."""
     hints = ("lora", "adapter", "temperature", "rejection sampl", "accept")
-    return not any(hint in line.lower() for line in warnings for hint in hints)
+    lines = [line.lower().replace("lora_spec", "") for line in warnings]  # the plugin's modules say nothing
+    return not any(hint in line for line in lines for hint in hints)
 
 
 def _outputs(
