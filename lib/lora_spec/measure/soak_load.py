@@ -141,7 +141,8 @@ class Load:
             entry = policy.base if arm == BASE else policy.adapters.get(arm, policy.default)
             mapped = getattr(entry, "drafter_adapter", None)
             named = mapped if drafter is None else None if drafter == "none" else drafter
-            possible.append((entry.depth, named))
+            # A request that drafts nothing is given no adapter.
+            possible.append((entry.depth, None if entry.depth == 0 else named))
         if (depth, adapter) not in possible:
             self.findings.problem("other_answer", f"{arm}, {drafter}: {(depth, adapter)} not in {possible}")
         most = DEPTH if depth is None else min(depth, DEPTH)
