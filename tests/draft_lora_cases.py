@@ -27,6 +27,12 @@ TOKENS = 72
 PROMPTS = prompts(24, 72)
 ADAPTERS = "abcde"
 TARGETS = ("one", "two")
+# Adapters of a part of the drafter, as what the names of their weights contain.
+PARTS = {
+    ("draft_model", "c"): "layers.0.self_attn.",
+    ("draft_model", "d"): "layers.1.mlp.down_proj",
+    ("dflash", "b"): "self_attn.",
+}
 
 Answers = list[dict[str, Any]]
 
@@ -49,8 +55,18 @@ def ask(
     return {"prompt": prompt, "params": made | params, "lora": lora}
 
 
+def drafters(names: str) -> list[str]:
+    """The base drafter and the named adapters in turn, one for each prompt."""
+    kinds = ["none", *names]
+    return [kinds[i % len(kinds)] for i in range(len(PROMPTS))]
+
+
 def accepted(answers: Answers) -> int:
     return sum(sum(a["accepted"]) for a in answers)
+
+
+def steps(answers: Answers) -> list[list[int]]:
+    return [a["accepted"] for a in answers]
 
 
 def tokens(answers: Answers) -> list[list[int]]:
@@ -75,26 +91,37 @@ class Cases:
             )
             save(merged_llama(self.target, adapter), folder / f"target-{name}")
         self.merged: dict[str, Any] = {"base": self.draft_model}
-        for seed, name in enumerate(ADAPTERS):
-            adapter = self._save_peft if name == "a" else save_random_adapter
-            path = adapter(
-                self.draft_model.state_dict(), folder / f"draft_model-{name}", seed=10 + seed, size=0.3
-            )
-            merge = self._merge_peft if name == "a" else merged_llama
-            self.merged[name] = merge(self.draft_model, path)
-            path = save_random_adapter(dflash.state, folder / f"dflash-{name}", seed=20 + seed, size=0.3)
+        for name in ADAPTERS:
+            path = folder / f"draft_model-{name}"
+            if name == "a":
+                self._save_peft(path)
+            else:
+                self._save_random("draft_model", self.draft_model.state_dict(), path)
+            self.merged[name] = self._merge_peft(path)
+            path = folder / f"dflash-{name}"
+            merged = self._save_random("dflash", dflash.state, path)
             if name in "ab":
                 save(self.merged[name], folder / f"draft_model-merged-{name}")
-                dflash.with_state(merged_state(dflash.state, path)).save(folder / f"dflash-merged-{name}")
+                dflash.with_state(merged).save(folder / f"dflash-merged-{name}")
 
-    def _save_peft(self, state: Any, folder: Path, *, seed: int, size: float) -> str:
+    def _save_random(self, method: str, state: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """A random adapter, on all modules or on some; returns the merged weights."""
+        name = folder.name[-1]
+        part = PARTS.get((method, name), "")
+        size = 0.6 if part and method == "draft_model" else 0.3
+        some = {key: weight for key, weight in state.items() if part in key}
+        rank = 4 if name == "e" else 8
+        path = save_random_adapter(some, folder, seed=20 + ord(name), rank=rank, size=size)
+        return state | merged_state(some, path)
+
+    def _save_peft(self, folder: Path) -> None:
         """PEFT's own files, with rank-stabilised scale and patterns of ranks and scales."""
         import copy
 
         import torch
         from peft import LoraConfig, get_peft_model
 
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         config = LoraConfig(
             r=8,
             lora_alpha=4,
@@ -105,14 +132,13 @@ class Cases:
             init_lora_weights=False,
         )
         get_peft_model(copy.deepcopy(self.draft_model), config).save_pretrained(folder)
-        return str(folder)
 
-    def _merge_peft(self, model: Any, path: str) -> Any:
+    def _merge_peft(self, path: Path) -> Any:
         import copy
 
         from peft import PeftModel
 
-        return PeftModel.from_pretrained(copy.deepcopy(model), path).merge_and_unload()
+        return PeftModel.from_pretrained(copy.deepcopy(self.draft_model), path).merge_and_unload()
 
     def lora(self, name: str) -> str:
         """Folder of a target adapter."""

@@ -7,6 +7,7 @@ decoding the last follows from the first, whatever the batch, the schedule or a 
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from typing import Any
 
@@ -57,7 +58,8 @@ def watch(spec: dict[str, Any]) -> None:
 def operations(llm: Any, args: list[dict[str, Any]]) -> dict[str, Any]:
     """Operations in order, each {"op": name, ...}; an error of the last three is an answer too.
 
-    call (requests): one call of `generate`. start (requests, steps): add requests and let the engine take
+    call (requests): one call of `generate`. shared (request, prompts): two calls with one object of sampling
+    parameters. delete (path): a folder. start (requests, steps): add requests and let the engine take
     some steps. finish: until all started requests are done. submit (requests): `call` that may fail.
     load (name, path, replace), unload (name): drafter adapters.
     """
@@ -89,13 +91,18 @@ def operations(llm: Any, args: list[dict[str, Any]]) -> dict[str, Any]:
         STEPS.clear()
         return generate(llm, requests, LORAS, see=_seen)
 
+    def shared(request: dict[str, Any], prompts: list[list[int]]) -> list[Any]:
+        _, params, _ = make_request(request, LORAS)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [[_seen(o) for o in llm.generate(asked, params, use_tqdm=False)] for _ in range(2)]
+
     def load(name: str, path: str, replace: bool = False) -> None:
         load_draft_adapter(llm, name, path, replace=replace)
 
     def unload(name: str) -> None:
         unload_draft_adapter(llm, name)
 
-    known = {"call": call, "start": start, "finish": finish}
+    known = {"call": call, "shared": shared, "delete": shutil.rmtree, "start": start, "finish": finish}
     may_fail = {"submit": call, "load": load, "unload": unload}
     answers = []
     for operation in args:
