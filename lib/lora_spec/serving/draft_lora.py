@@ -52,6 +52,7 @@ class DraftLoRA:
         self.is_dflash = hasattr(proposer.model, "precompute_and_store_context_kv")
         self._query_lengths: np.ndarray | None = None
         self._ids = np.zeros(0, dtype=np.int64)
+        self._ready: frozenset[int] = frozenset()  # adapters of the last batch, in slots ever since
         self._prepare(proposer.model)
         self._manager = _manager(proposer, config)
         proposer.model = self._manager.create_lora_manager(proposer.model, self._manager.vllm_config)
@@ -82,12 +83,14 @@ class DraftLoRA:
         Raises:
             EngineError: the files are gone, are other files now, or do not fit the drafter.
         """
+        self._ready = frozenset()
         self._manager.check_and_add(adapter)
         self._known[adapter.int_id] = adapter
         self.failed.discard(adapter.int_id)
 
     def unload(self, adapter: DraftAdapter) -> None:
         """Take an adapter out of its slot and out of memory; nothing happens if it is not there."""
+        self._ready = frozenset()
         self._manager.remove_adapter(adapter.int_id)
 
     def loaded(self) -> list[str]:
@@ -137,7 +140,6 @@ class DraftLoRA:
         from vllm.lora.layers import LoRAMapping
 
         ids = self._ids[: len(lengths)]
-        self._manager.activate(self._known[i] for i in np.unique(ids).tolist() if i)
         mapping = LoRAMapping(tuple(np.repeat(ids, lengths).tolist()), tuple(ids.tolist()), is_prefill=True)
         self._manager.set_mapping(mapping)
 
@@ -161,9 +163,11 @@ class DraftLoRA:
                 adapter = stamp.draft_adapter
                 ids[row] = adapter.int_id
                 wanted[adapter.int_id] = adapter
-        for int_id, adapter in wanted.items():
-            if not self._available(adapter):
-                ids[ids == int_id] = 0
+        if wanted.keys() != self._ready:
+            usable = {int_id: adapter for int_id, adapter in wanted.items() if self._available(adapter)}
+            ids[~np.isin(ids, list(usable))] = 0
+            self._manager.activate(usable.values())
+            self._ready = frozenset(usable)
         return ids
 
     def _available(self, adapter: DraftAdapter) -> bool:

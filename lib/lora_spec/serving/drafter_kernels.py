@@ -12,6 +12,7 @@ checks; target adapters, which nobody checks, are left to `grouped_lora`.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,17 +27,37 @@ MAX_COLUMNS = 512
 _REMEMBERED = 64
 
 
-@dataclass(frozen=True)
 class Layer:
     """The slots of one wrapped layer, side by side.
 
-    Attributes:
+    Args:
         down: [slots, projections, rank, in].
         up: for each projection [out, slots, rank].
+
+    Attributes:
+        all_down: [slots * projections * rank, in], a view.
+        all_up: for each projection its columns of the output, and [slots * rank, out], a view.
+        one: for each slot the same of it alone: [projections * rank, in], and for each projection columns of
+            the output, columns of the first product, and [rank, out].
+        shape: (slots, projections, rank).
     """
 
-    down: torch.Tensor
-    up: tuple[torch.Tensor, ...]
+    def __init__(self, down: torch.Tensor, up: tuple[torch.Tensor, ...]) -> None:
+        self.down, self.up = down, up
+        slots, projections, rank = self.shape = down.shape[:3]
+        ends = np.cumsum([0, *(len(part) for part in up)]).tolist()
+        columns = [slice(*pair) for pair in itertools.pairwise(ends)]
+        hidden = [slice(i * rank, (i + 1) * rank) for i in range(projections)]
+        # Made once: a view costs as much as a good part of these products.
+        self.all_down = down.flatten(0, 2)
+        self.all_up = [(c, part.flatten(1).t()) for c, part in zip(columns, up, strict=True)]
+        self.one = [
+            (
+                down[slot].flatten(0, 1),
+                [(c, h, part[:, slot].t()) for c, h, part in zip(columns, hidden, up, strict=True)],
+            )
+            for slot in range(slots)
+        ]
 
 
 def lay_out(module: Any) -> Layer:
@@ -108,23 +129,20 @@ def add(y: torch.Tensor, x: torch.Tensor, layer: Layer, rows: Rows) -> None:
     if len(x) != rows.count:
         raise ValueError(f"drafter adapters of {rows.count} rows for {len(x)} rows")
     if rows.mask is not None:
-        hidden = linear(x, layer.down.flatten(0, 2)).unflatten(1, layer.down.shape[:3])
-        hidden = hidden * rows.mask[:, :, None, None]
-        start = 0
-        for i, up in enumerate(layer.up):
-            y[:, start : start + len(up)].addmm_(hidden[:, :, i].flatten(1), up.flatten(1).t())
-            start += len(up)
+        hidden = linear(x, layer.all_down).unflatten(1, layer.shape) * rows.mask[:, :, None, None]
+        for i, (columns, up) in enumerate(layer.all_up):
+            y[:, columns].addmm_(hidden[:, :, i].flatten(1), up)
     for slot, own in rows.groups:
-        down = layer.down[slot]
-        hidden = linear(x[own], down.flatten(0, 1)).unflatten(1, down.shape[:2])
-        start = 0
-        for i, up in enumerate(layer.up):
-            columns = slice(start, start + len(up))
-            if isinstance(own, slice):
-                y[own, columns].addmm_(hidden[:, i], up[:, slot].t())
+        down, ups = layer.one[slot]
+        whole = isinstance(own, slice) and own.stop - own.start == rows.count
+        hidden = linear(x if whole else x[own], down)
+        for columns, part, up in ups:
+            if whole:
+                y[:, columns].addmm_(hidden[:, part], up)
+            elif isinstance(own, slice):
+                y[own, columns].addmm_(hidden[:, part], up)
             else:
-                y[:, columns].index_add_(0, own, linear(hidden[:, i], up[:, slot]))
-            start += len(up)
+                y[:, columns].index_add_(0, own, hidden[:, part] @ up)
 
 
 def use(manager: Any) -> None:
