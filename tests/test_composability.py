@@ -23,13 +23,14 @@ from lora_spec.measure.composability.cells import (
 )
 from lora_spec.measure.composability.compare import first_difference, two_share_z, worst_variation
 from lora_spec.measure.composability.engine import Answer, Outcome, describe, scrub
-from lora_spec.measure.composability.fallback import AS_IT_IS, NOTHING, USE_PLUGIN, advise
+from lora_spec.measure.composability.fallback import AS_IT_IS, MEANINGS, NOTHING, USE_PLUGIN, advise
 from lora_spec.measure.composability.runner import Runner
 from lora_spec.measure.composability.units import Kind, all_units
 from lora_spec.measure.composability.verdict import Status, judge
 from lora_spec.measure.composability.workload import BASE, Arm, arms, calls, reference_pairs
 from lora_spec.params import validate
-from lora_spec.phases import composability
+from lora_spec.paths import results_dir
+from lora_spec.phases import cell_matrix, composability
 from lora_spec.phases.parameters import ComposabilityParameters
 from lora_spec.provenance import load_record, write_record
 
@@ -376,14 +377,14 @@ def test_advice_follows_the_smallest_change() -> None:
     both = lambda cell, column: (cell, column) in known  # noqa: E731
     assert advise(Cell("none"), both, COLUMNS) == AS_IT_IS
     assert advise(dynamic, both, COLUMNS) == USE_PLUGIN
-    assert advise(dynamic, both, ["stock"]) == "merge the drafter's adapter, one server each"
-    assert advise(Cell("suffix"), both, ["stock"]) == "turn speculation off"
+    assert advise(dynamic, both, ["stock"]) == "merge drafter LoRA"
+    assert advise(Cell("suffix"), both, ["stock"]) == "no speculation"
     assert advise(Cell("none", sampling="sampled"), both, COLUMNS) == NOTHING
 
 
 def test_splitting_the_traffic_needs_both_halves() -> None:
     mixed, one, none = (Cell("ngram", t) for t in ("mixed", "one", "none"))
-    split = "route base requests and each adapter to servers of their own"
+    split = "split traffic"
     assert advise(mixed, lambda c, _: c in (one, none), COLUMNS) == split
     assert split not in advise(mixed, lambda c, _: c == one, COLUMNS)
 
@@ -400,6 +401,7 @@ def test_advice_never_speaks_of_what_does_not_work(cell: Cell, working: set[Cell
     assert all(other.meaningful for other in asked), "advice leads to a cell that cannot exist"
     assert (advice == AS_IT_IS) == (cell in working)
     assert all(other.sampling == cell.sampling for other in asked)  # clients choose that, not operators
+    assert set(advice.split(" + ")) <= set(MEANINGS)
     if not working:
         assert advice == NOTHING
 
@@ -410,7 +412,7 @@ def parameters() -> ComposabilityParameters:
 
 def test_without_observations_the_matrix_is_a_contract(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("LORA_SPEC_RESULTS", str(tmp_path))
-    matrix = composability.load_matrix(parameters())
+    matrix = cell_matrix.load_matrix(parameters())
     assert matrix.stamp.evidence_class == "contract"
     assert (matrix.table["stock"] == "planned").sum() == len(CELLS)
     assert not {s.value for s in Status} & set(matrix.table["stock"])
@@ -425,7 +427,7 @@ def smoke(smoke_results, monkeypatch) -> ComposabilityParameters:
 
 
 def test_records_lie_over_their_cells_and_nowhere_else(smoke) -> None:
-    matrix = composability.load_matrix(smoke)
+    matrix = cell_matrix.load_matrix(smoke)
     assert matrix.stamp.evidence_class == "smoke" and len(matrix.table) == 864
     statuses = matrix.table.set_index("cell")["plugin"]
     for cell in CELLS:
@@ -439,16 +441,14 @@ def test_records_lie_over_their_cells_and_nowhere_else(smoke) -> None:
 
 def test_records_of_another_class_or_of_other_parameters_are_refused(smoke, tmp_path, monkeypatch) -> None:
     unit = next(u for u in all_units(PARAMS) if u.kind is Kind.CELL)
-    source = load_record(
-        composability.results_dir("smoke", "phase0") / "stock" / f"{unit.name}.json", allow={"smoke"}
-    )
+    source = load_record(results_dir("smoke", "phase0") / "stock" / f"{unit.name}.json", allow={"smoke"})
     monkeypatch.setenv("LORA_SPEC_RESULTS", str(tmp_path))
     path = tmp_path / "smoke" / "phase0" / "stock" / f"{unit.name}.json"
     write_record(path, source)
-    composability.load_matrix(smoke)
+    cell_matrix.load_matrix(smoke)
     (tmp_path / "pocket").symlink_to(tmp_path / "smoke")
     with pytest.raises(EvidenceError, match="evidence class smoke"):
-        composability.load_matrix(parameters())
+        cell_matrix.load_matrix(parameters())
     from lora_spec.files import canonical_sha256
 
     config = {**source.config, "params": {**source.config["params"], "seed": 1}}
@@ -456,4 +456,4 @@ def test_records_of_another_class_or_of_other_parameters_are_refused(smoke, tmp_
         path, source.model_copy(update={"config": config, "config_sha256": canonical_sha256(config)})
     )
     with pytest.raises(EvidenceError, match="other parameters"):
-        composability.load_matrix(smoke)
+        cell_matrix.load_matrix(smoke)

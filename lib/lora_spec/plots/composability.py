@@ -40,8 +40,8 @@ def composability_figure(table: pd.DataFrame, contexts: Sequence[dict[str, str]]
     """Two panels, stock and plugin: methods × drafter adapters down, everything else across.
 
     Args:
-        table: of ``phases.composability.Matrix``.
-        contexts: heads of the panels' columns, from ``phases.composability.contexts``.
+        table: of ``phases.cell_matrix.Matrix``.
+        contexts: heads of the panels' columns, from ``phases.cell_matrix.contexts``.
     """
     columns = list(_TITLES)
     rows = _rows(table)

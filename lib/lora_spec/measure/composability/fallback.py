@@ -11,9 +11,9 @@ from lora_spec.measure.composability.cells import Cell
 Works = Callable[[Cell, str], bool]
 """Whether a cell was measured in a column and works there, losslessly."""
 
-AS_IT_IS = "serve it as it is"
-USE_PLUGIN = "use the plugin"
-NOTHING = "do not serve it: nothing near it is known to work"
+AS_IT_IS = "as it is"
+USE_PLUGIN = "plugin"
+NOTHING = "do not serve"
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,31 @@ def _merged_target(cell: Cell) -> tuple[Cell, ...]:
 
 # What costs least comes first; among as few changes the earlier ones win.
 _CHANGES = (
-    _Change("run eagerly", _set("execution", ["compiled"], "eager")),
-    _Change("turn prefix caching off", _set("prefix_cache", ["on"], "off")),
-    _Change("give every adapter a slot", _set("slots", ["limited"], "warm")),
-    _Change("take n-gram drafts", _set("method", ["suffix"], "ngram")),
-    _Change("merge the drafter's adapter, one server each", _fixed_drafter("merged")),
-    _Change("route base requests and each adapter to servers of their own", _split_targets),
-    _Change("use the unadapted drafter", _fixed_drafter("none")),
-    _Change("merge the target's adapter, one server each", _merged_target),
-    _Change("turn speculation off", _no_speculation),
+    _Change("eager", _set("execution", ["compiled"], "eager")),
+    _Change("no prefix cache", _set("prefix_cache", ["on"], "off")),
+    _Change("more slots", _set("slots", ["limited"], "warm")),
+    _Change("n-gram drafts", _set("method", ["suffix"], "ngram")),
+    _Change("merge drafter LoRA", _fixed_drafter("merged")),
+    _Change("split traffic", _split_targets),
+    _Change("base drafter", _fixed_drafter("none")),
+    _Change("merge target LoRA", _merged_target),
+    _Change("no speculation", _no_speculation),
 )
+MEANINGS = {
+    AS_IT_IS: "stock vLLM serves it losslessly",
+    USE_PLUGIN: "with this package's plugin",
+    "eager": "run eagerly",
+    "no prefix cache": "turn prefix caching off",
+    "more slots": "give every adapter a slot",
+    "n-gram drafts": "draft from n-grams instead of suffixes",
+    "merge drafter LoRA": "merge the adapter into the drafter, one server for each",
+    "split traffic": "base requests and each adapter on servers of their own",
+    "base drafter": "draft with the unadapted drafter",
+    "merge target LoRA": "merge the adapter into the target, one server for each",
+    "no speculation": "turn speculation off",
+    NOTHING: "nothing near it is known to work",
+}
+"""What each word of an advice stands for."""
 
 
 def advise(cell: Cell, works: Works, columns: Sequence[str]) -> str:
@@ -87,7 +102,7 @@ def advise(cell: Cell, works: Works, columns: Sequence[str]) -> str:
             for column in columns:
                 if all(works(other, column) for other in reached):
                     texts = [USE_PLUGIN] * (column == "plugin") + [change.advice for change in changes]
-                    return ", ".join(texts)
+                    return " + ".join(texts)
     return NOTHING
 
 
