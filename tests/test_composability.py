@@ -339,6 +339,8 @@ def test_an_error_is_described_by_its_cause_without_paths() -> None:
     assert found["type"] == "KeyError" and "…/target" in found["message"]
     assert found["where"].startswith("test_composability.py:")
     assert len(scrub("x" * 5000)) == 600
+    quoted = "Unexpected key [type=x, input_value={'d1': '/secr...'}, input_type=dict] For more"
+    assert scrub(quoted) == "Unexpected key [type=x, input_value=…, input_type=dict] For more"
 
 
 # --- comparisons ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -217,8 +218,10 @@ def _package_path(filename: str) -> str:
 
 
 def scrub(text: str, hide: tuple[str, ...] = ()) -> str:
-    """One line without this machine's paths, of at most 600 characters."""
+    """One line of at most 600 characters, without this machine's paths (pydantic quotes them, cut short)."""
     for path in (*hide, os.path.expanduser("~"), os.getcwd()):
         text = text.replace(f"{path.rstrip('/')}/", f"{_SCRUBBED}/").replace(path.rstrip("/"), _SCRUBBED)
-    line = " ".join(text.split())
+    line = " ".join(
+        re.sub(r"input_value=.*, input_type", f"input_value={_SCRUBBED}, input_type", text).split()
+    )
     return line if len(line) <= _MESSAGE else f"{line[: _MESSAGE - 1]}…"
