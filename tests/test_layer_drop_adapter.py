@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lora_spec.checkpoint import read_adapter
-from lora_spec.errors import CheckpointError
+from lora_spec.errors import CheckpointError, ParamsError
+from lora_spec.paths import examples_dir
 from lora_spec.substrate.layer_drop_adapter import drop_adapter_layers, make_drafter_adapters
 
 LAYERS = BASE.num_layers
@@ -86,6 +88,18 @@ def test_an_adapter_of_a_deeper_model_is_refused(tmp_path: Path) -> None:
     source = write_adapter(tmp_path / "target", random_pairs(layers=range(LAYERS + 1)))
     with pytest.raises(CheckpointError, match=f"layer {LAYERS} is not among"):
         drop(source, tmp_path / "drafter", (0,))
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_path_is_no_name_and_its_folder_is_left_alone(
+    absolute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORA_SPEC_CACHE", str(tmp_path / "cache"))
+    folder = shutil.copytree(examples_dir() / "german-r8-qv-s80", tmp_path / "mine")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ParamsError, match="not a path"):
+        make_drafter_adapters([str(folder) if absolute else "../../mine"])
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_committed_examples_become_drafter_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

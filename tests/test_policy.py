@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ def test_what_is_missing_is_named(missing) -> None:
         ({"action": "red", "depth": 0}, True),
         ({"action": "red", "depth": 2}, False),
         ({"action": "red", "depth": None}, False),
+        ({"action": "red", "depth": 2, "drafter_adapter": "none"}, False),
         ({"action": "red", "depth": 2, "drafter_adapter": "d"}, True),
         ({"action": "red", "depth": None, "drafter_adapter": "d"}, True),
         ({"action": "amber", "depth": 1}, True),
@@ -199,6 +201,16 @@ def test_a_file_that_is_not_there_or_a_folder_is_named(tmp_path) -> None:
         with pytest.raises(ParamsError, match="cannot read the policy file") as error:
             load_policy(path)
         assert error.value.where == str(path)
+    with pytest.raises(ParamsError, match="cannot read the policy file"):
+        load_policy("a\0b")
+
+
+def test_nobody_waits_for_the_other_end_of_a_pipe(tmp_path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ParamsError, match="no regular file"):
+        load_policy(tmp_path / "pipe")
+    with pytest.raises(ParamsError, match="something else"):
+        write_policy(tmp_path / "pipe", parse(raw()))
 
 
 # --- from diagnoses ---
@@ -252,6 +264,10 @@ def test_a_drafter_adapter_lifts_red(red, green) -> None:
     lifted = build_policy({"g": red}, drafter_adapters={"g": "d"}).adapters["g"]
     assert (lifted.action, lifted.depth) == ("red", red.decision.default_depth)
     assert lifted.drafter_adapter == "d" and lifted.reasons[0].code == DRAFTER_BY_HAND
+    base = build_policy({"g": red}, drafter_adapters={"g": "none"}).adapters[
+        "g"
+    ]  # the drafter that red is about
+    assert (base.action, base.depth) == ("red", 0)
     kept = build_policy({"g": green}, drafter_adapters={"g": "d"}).adapters["g"]
     assert (kept.action, kept.depth, kept.drafter_adapter) == ("green", green.decision.depth, "d")
 
@@ -333,6 +349,10 @@ def test_a_folder_whose_name_holds_an_equals_sign(cli, tmp_path) -> None:
         (["{german}"], "give adapters and --output, or --check"),
         (["-o", "{out}"], "give adapters and --output, or --check"),
         (["{german}", "--check", "{out}"], "--check takes neither"),
+        (["--set", "x=1", "--check", "{out}"], "--check takes neither"),
+        (["{german}", "-o", "{out}", "--default-depth", "1001"], "less than or equal to 1000"),
+        (["{german}", "-o", "{out}", "--base-depth", "1001"], "less than or equal to 1000"),
+        (["{german}", "-o", "{out}", "--set", "german-r8-qv-s80=" + "9" * 5000], "whole number"),
         (["{german}", "x={german}", "{german}", "-o", "{out}"], "given twice"),
         (["{german}", "-o", "{out}", "--set", "other=1"], "not given (other)"),
         (["{german}", "-o", "{out}", "--set", "german-r8-qv-s80"], "takes NAME=VALUE"),

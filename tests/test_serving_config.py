@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adapter_factory import BASE, random_pairs, write_adapter
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_spec.checkpoint import BaseGeometry
@@ -58,6 +58,12 @@ def by_channel(channel: str, data: dict[str, Any], tmp_path: Path, monkeypatch) 
 
 
 CHANNELS = ("speculative_config", "additional_config", "environment")
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_the_same_arguments_may_make_two_engines(channel, tmp_path, monkeypatch) -> None:
+    args = by_channel(channel, {"draft_lora": DRAFT}, tmp_path, monkeypatch)
+    assert configure(args) == configure(args) == ServingConfig(draft_lora=DraftLoRAConfig(**DRAFT))
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
@@ -115,6 +121,14 @@ def test_the_command_lines_dashes_are_underscores() -> None:
         ({"draft_lora": {**DRAFT, "max_rank": 12}}, "max_rank"),
         ({"draft_lora": {**DRAFT, "max_slots": 0}}, "max_slots"),
         ({"draft_lora": {**DRAFT, "adapters": {"": "x"}}}, "adapters"),
+        ({"draft_lora": {**DRAFT, "adapters": {"a\n": "x"}}}, "adapters"),
+        ({"draft_lora": {**DRAFT, "adapters": {" ": "x"}}}, "adapters"),
+        ({"draft_lora": {**DRAFT, "adapters": {"a\u202e": "x"}}}, "adapters"),
+        ({"draft_lora": {**DRAFT, "adapters": {"a": ""}}}, "adapters"),
+        ({"draft_lora": {**DRAFT, "max_rank": True}}, "max_rank"),
+        ({"draft_lora": {**DRAFT, "max_slots": 10**9, "max_cached": 10**9}}, "max_slots"),
+        ({"draft_lora": {**DRAFT, "map": {False: "a"}}}, "False"),
+        ({"draft_lora": {**DRAFT, "map": {1: "a", "1": "b"}}}, "no word: 1"),
         ({"draft_lora": []}, "draft_lora"),
         ({"depth_policy": ""}, "depth_policy"),
         ({"depth_policy": 3}, "depth_policy"),
@@ -125,6 +139,29 @@ def test_the_command_lines_dashes_are_underscores() -> None:
 def test_what_is_wrong_is_named(data, match) -> None:
     with pytest.raises(ParamsError, match=match):
         configure(engine_args({"method": "draft_model"}, {KEY: data}))
+
+
+def test_a_name_that_yaml_takes_for_no_word_is_named(tmp_path, monkeypatch) -> None:
+    (tmp_path / "serving.yaml").write_text("draft_lora:\n  adapters: {no: folder}\n")
+    monkeypatch.setenv(ENV_FILE, str(tmp_path / "serving.yaml"))
+    with pytest.raises(ParamsError, match="False"):
+        configure(engine_args({"method": "draft_model"}))
+
+
+def test_both_spellings_at_once_are_refused() -> None:
+    with pytest.raises(ParamsError, match="given twice"):
+        configure(engine_args({"draft_lora": DRAFT, "draft-lora": {}}))
+
+
+@pytest.mark.parametrize("key", ["lora-spec", "LoRA_Spec"])
+def test_a_misspelt_key_is_not_passed_over(key) -> None:
+    with pytest.raises(ParamsError, match="'lora_spec'"):
+        configure(engine_args({"method": "draft_model"}, {key: {"draft_lora": DRAFT}}))
+
+
+def test_additional_config_of_another_kind_is_named() -> None:
+    with pytest.raises(ParamsError, match="must be a mapping"):
+        configure(engine_args({"draft_lora": DRAFT}, SimpleNamespace()))
 
 
 def test_a_configuration_file_that_is_none_is_named(tmp_path, monkeypatch) -> None:
@@ -234,6 +271,13 @@ DFLASH = BaseGeometry(
 RNG = np.random.default_rng(3)
 
 
+def without(folder: Path, key: str) -> Path:
+    """An adapter whose configuration lacks a key."""
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != key}))
+    return folder
+
+
 def embedding(rows: int) -> dict[str, np.ndarray]:
     return {
         "base_model.model.lm_head.lora_A.weight": RNG.normal(size=(4, 16)),
@@ -262,6 +306,8 @@ def test_a_fitting_adapter_is_known_by_its_content(tmp_path) -> None:
         (lambda d: write_adapter(d, peft_type="LOKR"), "unsupported_type"),
         (lambda d: write_adapter(d, modules_to_save=["lm_head"]), "modules_to_save"),
         (lambda d: write_adapter(d, bias="all"), "bias"),
+        (lambda d: without(write_adapter(d, lora_alpha=8), "lora_alpha"), "bad_config"),
+        (lambda d: without(write_adapter(d), "target_modules"), "bad_config"),
         (lambda d: write_adapter(d, {n: (a, 0 * b) for n, (a, b) in random_pairs().items()}), "untrained"),
         (lambda d: write_adapter(d, shards=2), "sharded"),
         (lambda d: write_adapter(d, adapter="default"), "adapter_name_in_keys"),
@@ -326,6 +372,7 @@ def target(name: str | None) -> SimpleNamespace | None:
 NAMES = st.sampled_from(["a", "b", "c", "none"])
 
 
+@settings(deadline=None)  # each example reads adapter folders
 @given(
     field=st.one_of(st.none(), NAMES),
     mapped=st.dictionaries(st.sampled_from(["t1", "t2"]), NAMES),
@@ -390,7 +437,7 @@ def test_names_come_and_go_and_requests_keep_what_they_had(folders, tmp_path) ->
     assert front.resolve({"draft_lora": "a"}) == before
 
 
-@pytest.mark.parametrize("name", ["", "none"])
+@pytest.mark.parametrize("name", ["", "none", " a", "a\n", "a\x1b[2J", "\u202e", "x" * 257, 5, None])
 def test_reserved_names_are_refused(folders, name) -> None:
     with pytest.raises(EngineError):
         front_door(folders).register(name, folders["a"])
@@ -499,6 +546,13 @@ def test_a_stamp_survives_the_way_through_the_engine(stamp) -> None:
     assert json.loads(json.dumps(made.extra_args)) == made.extra_args
     assert read_stamp(made) == stamp
     assert made.extra_args["draft_seed"] == 5
+
+
+@pytest.mark.parametrize(
+    "made_up", ["x", 1, [], {}, {"draft_adapter": None}, {"draft_adapter": "x", "depth": 1}]
+)
+def test_what_is_no_stamp_stops_no_engine(made_up) -> None:
+    assert read_stamp(SimpleNamespace(extra_args={"lora_spec": made_up})) is None
 
 
 def test_no_stamp_is_told_from_the_base_stamp() -> None:

@@ -65,6 +65,12 @@ def test_labels_of_a_plain_request() -> None:
     assert Labels.of("german", "draft", 0, "m") == Labels("german", "draft", "0", "m")
 
 
+def test_an_adapter_called_like_none_is_told_from_none() -> None:
+    for name in ("base", "other", " base ", " "):
+        labels = Labels.of(name, name, None, "m")
+        assert labels.target_adapter == labels.draft_adapter and labels.target_adapter.endswith(" (adapter)")
+
+
 def test_a_request_that_drafted_nothing_is_a_request_with_zeros() -> None:
     (row,) = counted((Labels.of(None, None, 0, "m"), [], 0))
     assert (row.requests, row.draft_steps, row.drafted_tokens, row.accepted_tokens) == (1, 0, 0, 0)

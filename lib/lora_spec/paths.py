@@ -72,8 +72,11 @@ def adapter_dir(name: str) -> Path:
 
 def rel(path: Path | str) -> str:
     """``path`` relative to the checkout (for messages and records), or its name when it lies outside."""
-    resolved = Path(path).resolve()
+    try:
+        resolved = Path(path).resolve()
+    except (OSError, RuntimeError, ValueError):  # links in a circle, or a name that no file can have
+        return Path(path).name
     try:
         return resolved.relative_to(repo_root()).as_posix()
-    except ValueError:
+    except (LoraSpecError, ValueError):  # outside, or there is no checkout
         return resolved.name

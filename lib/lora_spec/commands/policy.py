@@ -54,12 +54,17 @@ _Set = Annotated[
 ]
 _Default = Annotated[
     int | None,
-    typer.Option("--default-depth", min=0, help="Depth of adapters not listed (default: the engine's own)."),
+    typer.Option(
+        "--default-depth", min=0, max=1_000, help="Depth of adapters not listed (default: the engine's own)."
+    ),
 ]
 _Base = Annotated[
     int | None,
     typer.Option(
-        "--base-depth", min=0, help="Depth of requests without an adapter (default: the engine's own)."
+        "--base-depth",
+        min=0,
+        max=1_000,
+        help="Depth of requests without an adapter (default: the engine's own).",
     ),
 ]
 _Model = Annotated[
@@ -99,8 +104,18 @@ def register(app: typer.Typer) -> None:
         from lora_spec.predictor.paths import predictor_path
 
         if check is not None:
-            if adapters or output is not None:
-                raise typer.BadParameter("--check takes neither adapters nor --output")
+            others = (
+                cost_profile,
+                load,
+                predictor,
+                drafter_adapter,
+                set_,
+                default_depth,
+                base_depth,
+                base_model,
+            )
+            if adapters or output is not None or allow_smoke or any(other is not None for other in others):
+                raise typer.BadParameter("--check takes neither adapters nor other options")
             _print(load_policy(check))
             return
         if not adapters or output is None:
@@ -152,8 +167,8 @@ def _unique(pairs: list[tuple[str, T]], where: str) -> list[tuple[str, T]]:
 
 
 def _depth(name: str, value: str) -> int:
-    if not (value.isascii() and value.isdigit()):
-        raise typer.BadParameter(f"--set {name}: the depth is a whole number from 0 on, not {value!r}")
+    if not (value.isascii() and value.isdigit() and len(value) <= 9):
+        raise typer.BadParameter(f"--set {name}: the depth is a whole number from 0 on, not {value[:20]!r}")
     return int(value)
 
 

@@ -12,7 +12,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def soak(
-        minutes: Annotated[float, typer.Option(min=0.1, help="Of mixed load.")] = 10.0,
+        minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="Of mixed load.")] = 10.0,
         clients: Annotated[int, typer.Option(min=1, max=64, help="At the same time.")] = 16,
         execute: Annotated[
             bool, typer.Option("--execute", help="Run; without it the plan is printed.")

@@ -11,7 +11,7 @@ from lora_spec.files import sha256_file
 from lora_spec.gate import Action
 from lora_spec.params import validate
 from lora_spec.paths import params_dir
-from lora_spec.policy.schema import POLICY_SCHEMA, BasePolicy, Policy, Serve
+from lora_spec.policy.schema import BASE_DRAFTER, POLICY_SCHEMA, BasePolicy, Policy, Serve
 
 if TYPE_CHECKING:
     from lora_spec.diagnose import Diagnosis
@@ -88,7 +88,7 @@ def _entry(diagnosis: Diagnosis, depth: int | None, drafter: str | None) -> dict
         by_hand.append((SET_BY_HAND, f"Depth {depth} was set by hand; {said}."))
         action = Action.RED if depth == 0 else Action.AMBER if depth < default else Action.GREEN
         chosen = depth
-    elif drafter is not None and action is Action.RED:
+    elif drafter not in (None, BASE_DRAFTER) and action is Action.RED:
         chosen = default
     if drafter is not None:
         text = f"Drafter adapter {drafter} was named by hand; {said}, of the drafter without it."

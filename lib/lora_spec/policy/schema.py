@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,6 +22,9 @@ MAX_BYTES = 16 << 20
 MAX_ADAPTERS = 10_000
 MAX_DEPTH = 1_000
 
+# What a policy, a map or a request says to get the base drafter, so no adapter may be called so.
+BASE_DRAFTER = "none"
+
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Depth = Annotated[int, Field(ge=0, le=MAX_DEPTH)]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -37,7 +42,8 @@ class Serve(StrictModel):
 
     Attributes:
         depth: most drafts a step; null for the engine's own number, which also caps larger ones.
-        drafter_adapter: name of a drafter adapter that the server knows; null says nothing about it.
+        drafter_adapter: name of a drafter adapter that the server knows, or "none" for the base drafter; null
+            says nothing about it.
     """
 
     depth: Depth | None = None
@@ -59,7 +65,7 @@ class AdapterPolicy(Serve):
 
     @model_validator(mode="after")
     def _action_and_depth_agree(self) -> AdapterPolicy:
-        if self.action is Action.RED and self.depth != 0 and self.drafter_adapter is None:
+        if self.action is Action.RED and self.depth != 0 and self.drafter_adapter in (None, BASE_DRAFTER):
             raise ValueError(
                 "red stops speculation: its depth must be 0 unless a drafter_adapter is named, "
                 f"and it is {_shown(self.depth)}"
@@ -151,12 +157,15 @@ def read_policy_bytes(path: Path | str) -> bytes:
         ParamsError: (code ``policy``) it cannot be read.
     """
     try:
-        with open(path, "rb") as handle:
+        # Without O_NONBLOCK a server would wait for the other end of a named pipe, and serve nobody.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as handle:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ParamsError("the policy is no regular file", where=path, code="policy")
             return handle.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ParamsError(
-            f"cannot read the policy file: {error.strerror}", where=path, code="policy"
-        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        detail = getattr(error, "strerror", None) or error
+        raise ParamsError(f"cannot read the policy file: {detail}", where=path, code="policy") from error
 
 
 def load_policy(path: Path | str) -> Policy:
@@ -189,7 +198,7 @@ def write_policy(path: Path | str, policy: Policy) -> None:
 def _is_policy(path: Path) -> bool:
     try:
         head = parse_json(read_policy_bytes(path))
-    except ValueError:
+    except (ParamsError, ValueError):
         return False
     return isinstance(head, dict) and head.get("schema") == POLICY_SCHEMA
 

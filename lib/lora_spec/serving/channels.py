@@ -37,25 +37,62 @@ def configure(engine_args: Any) -> ServingConfig | None:
     Raises:
         ParamsError: more than one channel speaks, or the configuration is not valid.
     """
-    given: dict[str, tuple[str, Any]] = {}
+    given: list[tuple[str, Any]] = []
     if inline := _take_inline(engine_args):
-        given["speculative_config"] = ("speculative_config", inline)
+        given.append(("speculative_config", inline))
     additional = engine_args.additional_config
-    if isinstance(additional, dict) and KEY in additional:
-        given["additional_config"] = (f"additional_config[{KEY!r}]", additional[KEY])
+    if isinstance(additional, dict):
+        _refuse_misspelt(additional)
+        # What was put there by an earlier call for the same arguments came through a channel already.
+        if KEY in additional and not isinstance(additional[KEY], _Checked):
+            given.append((f"additional_config[{KEY!r}]", additional[KEY]))
     if path := os.environ.get(ENV_FILE, "").strip():
-        given["environment"] = (path, read_yaml(Path(path)))
+        given.append((path, read_yaml(Path(path))))
     if len(given) > 1:
         raise ParamsError(
-            f"the serving configuration is given twice: {' and '.join(where for where, _ in given.values())}",
+            f"the serving configuration is given twice: {' and '.join(where for where, _ in given)}",
             fix="Keep one of them",
         )
-    for where, value in given.values():
-        config = validate(ServingConfig, value, where=where)
+    if not given and isinstance(additional, dict) and KEY in additional:
+        given.append((f"additional_config[{KEY!r}]", additional[KEY]))
+    for where, value in given:
+        if not isinstance(additional, dict | None):
+            raise ParamsError(
+                "additional_config must be a mapping beside a serving configuration", where=where
+            )
+        config = _checked(value, where)
         # A new dict: the caller's own may serve another engine.
-        engine_args.additional_config = {**(additional or {}), KEY: config.model_dump(mode="json")}
+        engine_args.additional_config = {**(additional or {}), KEY: _Checked(config.model_dump(mode="json"))}
         return config
     return None
+
+
+class _Checked(dict[str, Any]):
+    """A configuration that `configure` put into `additional_config`."""
+
+
+def _checked(value: Any, where: str) -> ServingConfig:
+    _refuse_keys(value, where)
+    return validate(ServingConfig, value, where=where)
+
+
+def _refuse_keys(value: Any, where: str) -> None:
+    """Keys that are no strings would become some ("no" is False in YAML, and would be called "false")."""
+    pending = [value]
+    while pending:
+        inner = pending.pop()
+        if isinstance(inner, Mapping):
+            for key, item in inner.items():
+                if not isinstance(key, str):
+                    raise ParamsError(f"a name is no word: {key!r:.80}", where=where, fix="Put it in quotes")
+                if isinstance(item, Mapping):
+                    pending.append(item)
+
+
+def _refuse_misspelt(additional: Mapping[Any, Any]) -> None:
+    for key in additional:
+        if key != KEY and str(key).lower().replace("-", "_") == KEY:
+            raise ParamsError(f"unknown key {key!r} in additional_config", fix=f"Call it {KEY!r}")
 
 
 def read_file(path: str) -> ServingConfig:
@@ -64,7 +101,7 @@ def read_file(path: str) -> ServingConfig:
     Raises:
         ParamsError: it cannot be read, or is not valid.
     """
-    return validate(ServingConfig, read_yaml(Path(path)), where=path)
+    return _checked(read_yaml(Path(path)), path)
 
 
 def _take_inline(engine_args: Any) -> dict[str, Any]:
@@ -72,7 +109,14 @@ def _take_inline(engine_args: Any) -> dict[str, Any]:
     if not isinstance(speculative, Mapping):
         return {}
     names = {name.replace("_", "-"): name for name in SPECULATIVE_KEYS} | {n: n for n in SPECULATIVE_KEYS}
-    inline = {names[key]: value for key, value in speculative.items() if key in names}
+    inline: dict[str, Any] = {}
+    for key, value in speculative.items():
+        if key in names:
+            if names[key] in inline:
+                raise ParamsError(
+                    f"{names[key]} is given twice, with and without dashes", where="speculative_config"
+                )
+            inline[names[key]] = value
     if inline:
         engine_args.speculative_config = {k: v for k, v in speculative.items() if k not in names}
     return inline

@@ -7,19 +7,29 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from lora_spec.params import StrictModel
+from lora_spec.policy.schema import BASE_DRAFTER
 
-Name = Annotated[str, Field(min_length=1, max_length=256)]
+# Names of drafter adapters go into logs, metrics and error messages: printable, no spaces around them.
+Name = Annotated[
+    str,
+    Field(min_length=1, max_length=256, pattern=r"^[^\p{C}\p{Z}]([^\p{C}\p{Zl}\p{Zp}]*[^\p{C}\p{Z}])?$"),
+]
+TargetName = Annotated[str, Field(min_length=1, max_length=256)]  # a target adapter's, which vLLM accepted
 
-# What a request says to get the base drafter, so no adapter may be called so.
-BASE_DRAFTER = "none"
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):  # a literal takes true for 1
+        raise ValueError("a number is wanted")
+    return value
+
 
 FixName = Literal["expand", "grouped_lora", "draft_seeds", "shared_embeddings"]
 
 # Ranks that vLLM's LoRA buffers can have (LoRAConfig.max_lora_rank).
-Rank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
+Rank = Annotated[Literal[1, 8, 16, 32, 64, 128, 256, 320, 512], BeforeValidator(_no_bool)]
 
 
 class DraftLoRAConfig(StrictModel):
@@ -34,12 +44,12 @@ class DraftLoRAConfig(StrictModel):
         max_cached: adapters kept in memory (least recently used go first); at least ``max_slots``.
     """
 
-    adapters: dict[Name, str] = Field(default_factory=dict)
+    adapters: dict[Name, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
     max_rank: Rank = 16
-    map: dict[Name, Name] = Field(default_factory=dict)
+    map: dict[TargetName, Name] = Field(default_factory=dict)
     default: Name | None = None
-    max_slots: PositiveInt = 8
-    max_cached: PositiveInt = 64
+    max_slots: Annotated[int, Field(ge=1, le=1024)] = 8
+    max_cached: Annotated[int, Field(ge=1, le=65_536)] = 64
 
     @model_validator(mode="after")
     def _names_exist(self) -> DraftLoRAConfig:

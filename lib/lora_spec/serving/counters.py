@@ -65,11 +65,17 @@ class Labels:
     ) -> Labels:
         """From names as they are; None and "" mean the base, a depth of None the engine's."""
         return cls(
-            _value(target_adapter or BASE),
-            _value(draft_adapter or BASE),
+            _adapter(target_adapter),
+            _adapter(draft_adapter),
             ENGINE_DEPTH if depth is None else str(depth),
             _value(model),
         )
+
+
+def _adapter(name: str | None) -> str:
+    """An adapter's label; one that is called as no adapter is (or after nothing) is told from it."""
+    value = _value(name) if name else BASE
+    return f"{value} (adapter)" if name and value in (BASE, OTHER, "") else value
 
 
 def _value(name: str) -> str:

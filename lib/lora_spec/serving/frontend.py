@@ -8,17 +8,21 @@ queued.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from lora_spec.checkpoint import BaseGeometry
 from lora_spec.errors import EngineError
 from lora_spec.serving._patching import Fix
 from lora_spec.serving.channels import config_of
-from lora_spec.serving.config import BASE_DRAFTER, DraftLoRAConfig, ServingConfig
+from lora_spec.serving.config import BASE_DRAFTER, DraftLoRAConfig, Name, ServingConfig
 from lora_spec.serving.policy_source import PolicyEntry, PolicySource
 from lora_spec.serving.stamp import EXTRA_ARG, DraftAdapter, Stamp
 from lora_spec.serving.validate import check_adapter, drafter_geometry
@@ -34,6 +38,7 @@ REQUEST_FIELD = "draft_lora"
 
 _HOOK = Fix("frontend")
 _ATTRIBUTE = "_lora_spec_front_door"
+_NAME: TypeAdapter[str] = TypeAdapter(Name)
 
 Invalid = Callable[[str, str, Any], Exception]
 
@@ -56,6 +61,7 @@ class FrontDoor:
         self._geometry = geometry
         self._lock = threading.Lock()  # for writers; readers take the dict that is there
         self._adapters: dict[str, DraftAdapter] = {}
+        self._loadings: Counter[str] = Counter()  # by content
         for name, path in self._draft.adapters.items():
             self.register(name, path)
         self.policy: PolicySource | None = None
@@ -98,8 +104,8 @@ class FrontDoor:
                 fix="Give draft_lora in speculative_config",
                 code="not_configured",
             )
-        if not name or name == BASE_DRAFTER:
-            raise EngineError(f"no drafter adapter may be called {name!r}", code="reserved_name")
+        if name == BASE_DRAFTER or not _is_name(name):
+            raise EngineError(f"no drafter adapter may be called {name!r:.80}", code="reserved_name")
         adapter = check_adapter(name, path, self._geometry, self._draft)
         self._check_name(adapter, replace)
         return adapter
@@ -131,6 +137,8 @@ class FrontDoor:
         adapter = self.check(name, path, replace=replace)
         with self._lock:
             self._check_name(adapter, replace)
+            adapter = dataclasses.replace(adapter, loading=self._loadings[adapter.content_hash])
+            self._loadings[adapter.content_hash] += 1
             self._adapters = {**self._adapters, name: adapter}
         return adapter
 
@@ -218,6 +226,14 @@ class FrontDoor:
                 fix=f"Known: {', '.join(sorted(self._adapters)) or 'none'}",
                 code="unknown_adapter",
             )
+
+
+def _is_name(name: Any) -> bool:
+    try:
+        _NAME.validate_python(name, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 def _named_by(policy: Policy) -> set[str]:

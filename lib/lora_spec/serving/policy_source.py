@@ -164,8 +164,8 @@ def _file_signature(path: Path) -> _Signature | None:
     """Changes when the file is replaced or written; of a file that is not there, one value."""
     try:
         found = os.stat(path)
-    except OSError as error:
-        return (error.errno,)
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        return (getattr(error, "errno", None),)
     return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
@@ -203,13 +203,13 @@ def _folder_signature(path: str) -> _Signature:
     try:
         with os.scandir(path) as entries:
             found = sorted((entry.name, entry.stat()) for entry in entries if entry.is_file())
-    except OSError as error:
-        return (error.errno,)
+    except (OSError, ValueError) as error:
+        return (getattr(error, "errno", None),)
     return tuple((name, s.st_ino, s.st_mtime_ns, s.st_size) for name, s in found)
 
 
 def _hash_or_none(path: str) -> str | None:
     try:
         return content_hash(path)
-    except (LoraSpecError, OSError):
+    except (LoraSpecError, OSError, ValueError):
         return None

@@ -25,11 +25,14 @@ class DraftAdapter:
         name: as the operator calls it.
         path: folder.
         content_hash: identity, hex sha256 (see `lora_spec.checkpoint.content_hash`).
+        loading: how often this content was made known before. Its files may have been lost meanwhile, and
+            requests served by the base drafter: their cached K/V are not for those that come after.
     """
 
     name: str
     path: str
     content_hash: str
+    loading: int = 0
 
     @property
     def int_id(self) -> int:
@@ -58,10 +61,15 @@ BASE = Stamp()
 
 
 def read_stamp(sampling_params: Any) -> Stamp | None:
-    """The stamp of a request with these `SamplingParams`, None where it came by no front door."""
+    """The stamp of a request with these `SamplingParams`, None where it came by no front door.
+
+    What is no stamp counts as none: a process may hold engines without a front door, whose requests say what
+    they like.
+    """
     extra_args = getattr(sampling_params, "extra_args", None)
     raw = (extra_args or {}).get(EXTRA_ARG)
-    if raw is None:
+    try:
+        adapter, depth = raw["draft_adapter"], raw["depth"]
+        return Stamp(DraftAdapter(**adapter) if adapter else None, depth)
+    except (KeyError, TypeError):
         return None
-    adapter = raw["draft_adapter"]
-    return Stamp(DraftAdapter(**adapter) if adapter else None, raw["depth"])

@@ -28,6 +28,9 @@ _UNSERVABLE = {
     "prefix_missing": "vLLM expects keys that start with base_model.model.",
 }
 
+# Keys of adapter_config.json that have a default in PEFT, but not in vLLM.
+_NEEDED = ("r", "lora_alpha", "target_modules")
+
 
 def _refuse(what: str, code: str, *, where: object = None, fix: str | None = None) -> EngineError:
     return EngineError(what, where=where, fix=fix, code=code)
@@ -167,6 +170,8 @@ def check_adapter(
         if item.severity is Severity.ABSTAIN or item.code in _UNSERVABLE:
             more = f": {_UNSERVABLE[item.code]}" if item.code in _UNSERVABLE else ""
             raise _refuse(f"{item.sentence.rstrip('.')}{more}", item.code, where=where)
+    if missing := [key for key in _NEEDED if key not in adapter.config.raw]:
+        raise _refuse(f"adapter_config.json has no {missing[0]}, which vLLM needs", "bad_config", where=where)
     rank = max(module.rank for module in adapter.modules)
     if rank > config.max_rank:
         raise _refuse(

@@ -50,7 +50,12 @@ def make_drafter_adapters(names: Iterable[str]) -> list[Path]:
 
     Raises:
         CheckpointError: one is not there, or speaks of layers in a way that cannot be renumbered.
+        ParamsError: a name is a path, which would be read from, and written to, outside the cache.
     """
+    names = list(names)
+    for name in names:
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise ParamsError(f"not an adapter of the pool: {name!r}", fix="Give a name, not a path")
     models = load_models()
     drafter = models.pair(PAIR).drafter
     folders = []
