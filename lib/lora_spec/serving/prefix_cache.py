@@ -37,7 +37,8 @@ def extra_keys(request: Any) -> list[tuple[str, str]]:
     if stamp is None:
         return keys
     if stamp.draft_adapter is not None:
-        keys.append(("lora_spec", stamp.draft_adapter.content_hash))
+        adapter = stamp.draft_adapter
+        keys.append(("lora_spec", f"{adapter.content_hash} {adapter.loading}"))
     if stamp.depth == 0:
         keys.append(("lora_spec", UNDRAFTED))
     return keys
