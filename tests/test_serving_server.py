@@ -144,6 +144,7 @@ def test_a_stop_string_loses_no_counts(served: Served) -> None:
 
 
 def test_children_and_aborted_requests_count(served: Served) -> None:
+    served.told(drafter="d0")
     before = served.rows()[BASE, "d0", "engine"]
     assert served.complete(drafter="d0", n=3, temperature=1.0).status == 200
     after = served.rows()[BASE, "d0", "engine"]
