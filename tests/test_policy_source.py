@@ -143,6 +143,23 @@ def test_a_policy_that_the_validator_refuses_is_not_taken_over(path, one, errors
     assert source.reload() and source.decide(one).drafter_adapter == "x"
 
 
+def test_a_refused_policy_is_read_again_on_request(path, one, errors) -> None:
+    known = {"d"}
+
+    def check(policy: Any) -> None:
+        if set(policy.drafter_adapters.values()) - known:
+            raise EngineError("unknown")
+
+    source = PolicySource(path, check, poll_s=0.0)
+    path.write_text(path.read_text().replace('"d"', '"x"'))
+    assert source.decide(one).drafter_adapter == "d"
+    source.look_again()
+    assert source.decide(one).drafter_adapter == "d" and len(errors) == 2
+    known.add("x")
+    source.look_again()
+    assert source.decide(one).drafter_adapter == "x"
+
+
 @pytest.mark.parametrize("readable", [True, False])
 def test_an_entry_holds_for_the_files_that_were_judged_only(source, path, one, errors, readable) -> None:
     other = one._replace(lora_path=str(path.parent / "other"))

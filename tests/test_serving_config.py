@@ -395,6 +395,12 @@ def test_what_names_no_adapter_is_a_value_error(folders, value) -> None:
         front.resolve({"draft_lora": value})
 
 
+@pytest.mark.parametrize("field", ["draft-lora", "Draft_LoRA"])
+def test_a_misspelt_field_is_not_passed_over(folders, field) -> None:
+    with pytest.raises(ValueError, match="'draft_lora'"):
+        front_door(folders).resolve({field: "a"})
+
+
 def test_nobody_stamps_his_own_request(folders) -> None:
     forged = Stamp(DraftAdapter("x", "/anywhere", "0" * 64)).to_extra_args(None)
     with pytest.raises(ValueError, match="server only"):
@@ -524,6 +530,9 @@ def test_a_policy_that_names_an_unknown_drafter_adapter(folders, tmp_path) -> No
     write_policy(policy, t1=entry("0" * 64, 3, "zzz"))
     assert not front.policy.reload(), "a bad later version keeps the old one"
     assert front.policy.current().adapters["t1"].depth == 2
+    front.register("zzz", folders["a"])
+    front.policy._next_look = 0.0
+    assert front.policy.current().adapters["t1"].depth == 3, "it is valid now, though the file is the same"
 
 
 # ---------------------------------------------------------------- stamps

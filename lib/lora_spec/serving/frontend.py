@@ -61,10 +61,10 @@ class FrontDoor:
         self._geometry = geometry
         self._lock = threading.Lock()  # for writers; readers take the dict that is there
         self._adapters: dict[str, DraftAdapter] = {}
+        self.policy: PolicySource | None = None
         self._loadings: Counter[str] = Counter()  # by content
         for name, path in self._draft.adapters.items():
             self.register(name, path)
-        self.policy: PolicySource | None = None
         if config.depth_policy is not None:
             self.policy = PolicySource(config.depth_policy, self._check_policy)
 
@@ -140,6 +140,8 @@ class FrontDoor:
             adapter = dataclasses.replace(adapter, loading=self._loadings[adapter.content_hash])
             self._loadings[adapter.content_hash] += 1
             self._adapters = {**self._adapters, name: adapter}
+        if self.policy is not None:
+            self.policy.look_again()  # one that named this adapter too early was refused
         return adapter
 
     def unregister(self, name: str) -> DraftAdapter:
@@ -179,6 +181,9 @@ class FrontDoor:
         extra_args = extra_args or {}
         if EXTRA_ARG in extra_args:
             raise fail(f"{EXTRA_ARG!r} is written by the server only", EXTRA_ARG, extra_args[EXTRA_ARG])
+        for key in extra_args:
+            if key != REQUEST_FIELD and str(key).lower().replace("-", "_") == REQUEST_FIELD:
+                raise fail(f"unknown field {key!r:.80}: call it {REQUEST_FIELD!r}", str(key), extra_args[key])
         entry = PolicyEntry() if self.policy is None else self.policy.decide(lora_request)
         name = extra_args.get(REQUEST_FIELD)
         if name is not None:
@@ -287,7 +292,9 @@ def install() -> None:
         """vLLM's own error, which its server answers with 400; it is no ValueError, which callers expect."""
 
     def invalid(message: str, parameter: str, value: Any) -> Exception:
-        return InvalidRequest(message, parameter=parameter, value=value)
+        return InvalidRequest(
+            message, parameter=parameter, value=f"{value!r:.80}"
+        )  # it is repeated in the answer
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock_init(self, *args, **kwargs)

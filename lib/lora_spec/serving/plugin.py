@@ -7,6 +7,7 @@ variable that child processes inherit, in the scheduler's and the worker's.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -29,14 +30,16 @@ def watch() -> None:
 
     stock = _WATCH.original(EngineArgs, "create_engine_config")
 
+    @functools.wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Not at the top: every vLLM on this machine imports this module, and most are not configured.
         from lora_spec.serving.channels import configure
-        from lora_spec.serving.validate import SCHEDULER, check_engine, check_scheduler
 
         config = configure(self)
         if config is None:
             return stock(self, *args, **kwargs)
+        from lora_spec.serving.validate import SCHEDULER, check_engine, check_scheduler
+
         check_scheduler(self)
         self.scheduler_cls = SCHEDULER
         if self.per_request_spec_decode_metrics == "none" and self.speculative_config:

@@ -101,6 +101,10 @@ class PolicySource:
             self._look()
             return self._version != before
 
+    def look_again(self) -> None:
+        """Read the file at the next look even if it has not changed: what was refused may be valid now."""
+        self._seen = None
+
     def decide(self, lora_request: Any = None) -> PolicyEntry:
         """What holds for a request that arrives now.
 
