@@ -111,13 +111,15 @@ def status_table(matrix: Matrix) -> pd.DataFrame:
     return pd.DataFrame([{"column": c} | {s: int(counts[c].get(s, 0)) for s in used} for c in COLUMNS])
 
 
-def faults_table(matrix: Matrix, column: str) -> pd.DataFrame:
+def faults_table(matrix: Matrix, column: str) -> pd.DataFrame | str:
     """Cells of a column that are wrong or broken, cells with equal axes but sampling and options joined.
 
-    Columns: method, target_lora, drafter_lora, status, cells, silent, how (of the first cell).
+    A sentence where there are none. Columns: method, target_lora, drafter_lora, status, cells, silent, how (of the first cell).
     """
     rows = measured_rows(matrix)
     rows = rows[rows[column].isin([Status.WRONG.value, Status.ERROR.value])]
+    if rows.empty:
+        return "No cell that was run is wrong or broken."
     keys = ["method", "target_lora", "drafter_lora", column]
     grouped = [
         dict(zip(keys, key, strict=True))
@@ -128,7 +130,7 @@ def faults_table(matrix: Matrix, column: str) -> pd.DataFrame:
         }
         for key, group in rows.groupby(keys, sort=False)
     ]
-    return pd.DataFrame(grouped, columns=[*keys, "cells", "silent", "how"]).rename(columns={column: "status"})
+    return pd.DataFrame(grouped).rename(columns={column: "status"})
 
 
 def _shortened(text: str, limit: int = 110) -> str:
