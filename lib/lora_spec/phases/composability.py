@@ -114,7 +114,8 @@ def status_table(matrix: Matrix) -> pd.DataFrame:
 def faults_table(matrix: Matrix, column: str) -> pd.DataFrame | str:
     """Cells of a column that are wrong or broken, cells with equal axes but sampling and options joined.
 
-    A sentence where there are none. Columns: method, target_lora, drafter_lora, status, cells, silent, how (of the first cell).
+    A sentence where there are none. Columns: method, target_lora, drafter_lora, status, cells, silent, how
+    (of the first cell).
     """
     rows = measured_rows(matrix)
     rows = rows[rows[column].isin([Status.WRONG.value, Status.ERROR.value])]
