@@ -308,6 +308,11 @@ def test_a_fitting_adapter_is_known_by_its_content(tmp_path) -> None:
         (lambda d: write_adapter(d, bias="all"), "bias"),
         (lambda d: without(write_adapter(d, lora_alpha=8), "lora_alpha"), "bad_config"),
         (lambda d: without(write_adapter(d), "target_modules"), "bad_config"),
+        (lambda d: write_adapter(d, lora_alpha=1e29), "too_large_update"),
+        (
+            lambda d: write_adapter(d, {n: (1e8 * a, 1e-8 * b) for n, (a, b) in random_pairs().items()}),
+            "too_large_update",
+        ),
         (lambda d: write_adapter(d, {n: (a, 0 * b) for n, (a, b) in random_pairs().items()}), "untrained"),
         (lambda d: write_adapter(d, shards=2), "sharded"),
         (lambda d: write_adapter(d, adapter="default"), "adapter_name_in_keys"),

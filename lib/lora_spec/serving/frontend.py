@@ -292,9 +292,8 @@ def install() -> None:
         """vLLM's own error, which its server answers with 400; it is no ValueError, which callers expect."""
 
     def invalid(message: str, parameter: str, value: Any) -> Exception:
-        return InvalidRequest(
-            message, parameter=parameter, value=f"{value!r:.80}"
-        )  # it is repeated in the answer
+        # Shortened: it is repeated in the answer.
+        return InvalidRequest(message, parameter=parameter, value=f"{value!r:.80}")
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock_init(self, *args, **kwargs)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lora_spec.checkpoint import BaseGeometry, Severity, read_adapter
 from lora_spec.errors import EngineError
 from lora_spec.serving._patching import TESTED, vllm_version
@@ -30,6 +32,11 @@ _UNSERVABLE = {
 
 # Keys of adapter_config.json that have a default in PEFT, but not in vLLM.
 _NEEDED = ("r", "lora_alpha", "target_modules")
+
+# Largest Frobenius norm of A, of the scaled B and, as a bound, of ΔW of one module. Real ones are below 100.
+# A drafter that overflows has NaN for probabilities and K/V. Then the target's samples are wrong too, and so
+# are those of later requests, even on the base drafter, that get the same blocks of the cache.
+_MAX_NORM = 1e6
 
 
 def _refuse(what: str, code: str, *, where: object = None, fix: str | None = None) -> EngineError:
@@ -162,7 +169,7 @@ def check_adapter(
     Raises:
         CheckpointError: the folder is no readable adapter.
         EngineError: it is one, but not of this drafter, or not of a kind that vLLM applies (code: the
-            reader's reason, or `rank`).
+            reader's reason, `rank`, `bad_config` or `too_large_update`).
     """
     where = f"drafter adapter {name!r}"
     adapter = read_adapter(path, geometry)
@@ -180,5 +187,15 @@ def check_adapter(
             where=where,
             fix="Raise draft_lora.max_rank, or train a smaller adapter",
         )
+    for module in adapter.modules:
+        a = float(np.linalg.norm(module.read_a().astype(np.float64)))
+        b = float(np.linalg.norm(module.read_b().astype(np.float64))) * abs(module.engine_scale)
+        if not max(a, b, a * b) <= _MAX_NORM:
+            raise _refuse(
+                f"{module.name} has factors of norms {a:.2g} and {b:.2g}, which may overflow",
+                "too_large_update",
+                where=where,
+                fix=f"They and their product may be {_MAX_NORM:g} at most",
+            )
     assert adapter.content_hash is not None
     return DraftAdapter(name, str(Path(path).resolve()), adapter.content_hash)
