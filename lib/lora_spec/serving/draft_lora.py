@@ -6,7 +6,7 @@ which adapter: right before it, vLLM builds attention metadata that carries the 
 
 Requests say by their stamps what they want (`lora_spec.serving.stamp`). Rows without a stamp, and rows whose
 adapter cannot be loaded any more, run on the base drafter: the output of speculative decoding does not depend
-on it, and a server that keeps answering is worth more than acceptance. Both are logged as errors and counted.
+on it, and a server that keeps answering is worth more than acceptance. Both are logged as errors.
 """
 
 from __future__ import annotations
