@@ -167,7 +167,7 @@ SETTINGS = draft_lora.Settings(
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("method", ["dflash", "draft_model"])
-def test_a_tiny_run_of_everything(tmp_path, method):
+def test_a_tiny_run_of_everything(tmp_path, monkeypatch, method):
     pytest.importorskip("vllm")
     from lora_spec.measure import tiny_models
 
@@ -182,16 +182,16 @@ def test_a_tiny_run_of_everything(tmp_path, method):
         geometry = BaseGeometry.from_hf_config(read_config(folder))
     # A DFlash drafter of a tiny vocabulary accepts by chance, so it is none whose acceptance must be equal.
     pair = Pair(method, tmp_path / "target", folder, geometry, trained=True)
-    monkey = pytest.MonkeyPatch()
-    monkey.setattr(draft_lora, "ACCEPTANCE_TOLERANCE", 0.5)  # bfloat16 and 24 tokens
-    with monkey:
-        outcome = draft_lora.measure([pair], tiny_models.prompts(8), SETTINGS, tmp_path)
+    monkeypatch.setattr(draft_lora, "ACCEPTANCE_TOLERANCE", 0.5)  # bfloat16 and 24 tokens
+    outcome = draft_lora.measure([pair], tiny_models.prompts(8), SETTINGS, tmp_path)
     found = outcome[method]
     assert {row["side"] for row in found["throughput"]} == {
         "plain", "base", "idle_plugin", "adapter", "merged", "mixed_adapters",
     }  # fmt: skip
     assert all(row["tokens"] == 24 for row in found["throughput"])
-    assert found["exact"]["equal_histograms"] and found["exact"]["accepted"] > 20
+    # nothing is fitted here, and a random DFlash drafter accepts by chance only
+    assert found["exact"]["equal_histograms"]
+    assert found["exact"]["accepted"] > (20 if method == "draft_model" else 0)
     kept = found["memory"]["adapters"]
     assert kept[1]["tensor_bytes"] == 3 * kept[0]["tensor_bytes"]
     assert found["memory"]["ratio"] == pytest.approx(found["memory"]["formula"])
