@@ -75,14 +75,17 @@ def test_importing_the_room_imports_neither_vllm_nor_torch():
 
 
 def test_the_plugin_is_inert_unless_asked(monkeypatch):
-    installed = []
+    installed, watching = [], []
     monkeypatch.setattr(serving, "install_all", lambda fixes: installed.append(tuple(fixes)))
+    monkeypatch.setattr("lora_spec.serving.plugin.watch", lambda: watching.append(True))
+    monkeypatch.delenv("LORA_SPEC_SERVING_ACTIVE", raising=False)
     for value in (None, "", "0", " "):
         monkeypatch.delenv(serving.ENV, raising=False)
         if value is not None:
             monkeypatch.setenv(serving.ENV, value)
         serving.register()
     assert installed == []
+    assert len(watching) == 4, "it looks at the arguments of engines, and nothing else"
     for value in ("1", "all", "expand, draft_seeds"):
         monkeypatch.setenv(serving.ENV, value)
         serving.register()
