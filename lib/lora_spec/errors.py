@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 
 def printable(text: object) -> str:
     """``text`` on one line and without control characters: names of files and models come from strangers."""
@@ -75,3 +78,13 @@ class EngineError(LoraSpecError):
     """The engine did something that disqualifies its numbers."""
 
     default_code = "engine"
+
+
+def exit_status(action: Callable[[], object]) -> int:
+    """Do it; 0, or 2 after one line on stderr where it is expected to fail (for ``python -m`` modules)."""
+    try:
+        action()
+    except LoraSpecError as error:
+        print(f"lora-spec: error: {printable(error)}", file=sys.stderr)
+        return 2
+    return 0

@@ -8,21 +8,10 @@ from typing import Annotated
 
 import typer
 
+from lora_spec.commands._options import AllowSmoke, Load, Predictor, Profile
+
 _Adapter = Annotated[Path, typer.Argument(help="PEFT adapter folder.")]
-_Predictor = Annotated[
-    Path | None,
-    typer.Option("--predictor", help="Predictor file (default: the committed one of the pocket tier)."),
-]
-_Profile = Annotated[
-    str | None, typer.Option("--cost-profile", help="Cost profile (default from params/gate.yaml).")
-]
-_Load = Annotated[
-    int | None, typer.Option("--load", min=1, help="Concurrent requests (default from the profile).")
-]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_Smoke = Annotated[
-    bool, typer.Option("--allow-smoke", help="Accept a predictor fitted on synthetic numbers.")
-]
 
 
 def register(app: typer.Typer) -> None:
@@ -31,11 +20,11 @@ def register(app: typer.Typer) -> None:
     @app.command("diagnose")
     def command(
         adapter: _Adapter,
-        predictor: _Predictor = None,
-        cost_profile: _Profile = None,
-        load: _Load = None,
+        predictor: Predictor = None,
+        cost_profile: Profile = None,
+        load: Load = None,
         as_json: _Json = False,
-        allow_smoke: _Smoke = False,
+        allow_smoke: AllowSmoke = False,
     ) -> None:
         """Say what an adapter is expected to do to acceptance, and what serving should do: green, amber, red,
         abstain.

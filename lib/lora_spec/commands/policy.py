@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from lora_spec.commands._options import AllowSmoke, Load, Predictor, Profile
+
 if TYPE_CHECKING:
     from lora_spec.policy import Policy
 
@@ -23,16 +25,6 @@ _Adapters = Annotated[
 _Output = Annotated[Path | None, typer.Option("--output", "-o", help="Policy file to write (JSON).")]
 _Check = Annotated[
     Path | None, typer.Option("--check", help="Check this policy file and print it; write nothing.")
-]
-_Predictor = Annotated[
-    Path | None,
-    typer.Option("--predictor", help="Predictor file (default: the committed one of the pocket tier)."),
-]
-_Profile = Annotated[
-    str | None, typer.Option("--cost-profile", help="Cost profile (default from params/gate.yaml).")
-]
-_Load = Annotated[
-    int | None, typer.Option("--load", min=1, help="Concurrent requests (default from the profile).")
 ]
 _Drafters = Annotated[
     list[str] | None,
@@ -71,9 +63,6 @@ _Model = Annotated[
     str | None,
     typer.Option("--base-model", help="Base model to write down (default: the one that the adapters name)."),
 ]
-_Smoke = Annotated[
-    bool, typer.Option("--allow-smoke", help="Accept a predictor fitted on synthetic numbers.")
-]
 
 
 def register(app: typer.Typer) -> None:
@@ -84,15 +73,15 @@ def register(app: typer.Typer) -> None:
         adapters: _Adapters = None,
         output: _Output = None,
         check: _Check = None,
-        cost_profile: _Profile = None,
-        load: _Load = None,
-        predictor: _Predictor = None,
+        cost_profile: Profile = None,
+        load: Load = None,
+        predictor: Predictor = None,
         drafter_adapter: _Drafters = None,
         set_: _Set = None,
         default_depth: _Default = None,
         base_depth: _Base = None,
         base_model: _Model = None,
-        allow_smoke: _Smoke = False,
+        allow_smoke: AllowSmoke = False,
     ) -> None:
         """Write the policy file of a server: action, depth and drafter adapter of each target adapter.
 

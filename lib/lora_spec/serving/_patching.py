@@ -1,9 +1,10 @@
-"""A named set of attribute replacements that can be put in place once and taken back."""
+"""Attributes of vLLM replaced, asked for and put back; and repairs made of that."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from lora_spec.errors import EngineError, MissingTierError
@@ -15,16 +16,15 @@ APPLIED = "applied"
 TESTED = "0.32"
 
 
-class Fix:
-    """Replacements of one fix, with its state.
+class Replacements:
+    """Attributes of vLLM that were replaced, so that they can be asked for and put back.
 
     Args:
-        name: the fix's name in reports.
+        name: who replaces them, for reports.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.state = NOT_INSTALLED
         self._undo: list[tuple[Any, str, Any]] = []
 
     def original(self, owner: Any, attribute: str) -> Any:
@@ -41,7 +41,7 @@ class Fix:
         except KeyError:
             where = f"{owner.__name__}.{attribute}, vLLM {vllm_version()}"
             raise EngineError(
-                f"this vLLM lacks what the fix {self.name!r} replaces",
+                f"this vLLM lacks what {self.name!r} replaces",
                 where=where,
                 fix=f"Install vLLM {TESTED}.*, or leave this fix out",
             ) from None
@@ -60,7 +60,52 @@ class Fix:
         """Put everything back."""
         while self._undo:
             setattr(*self._undo.pop())
-        self.state = NOT_INSTALLED
+
+
+class Fix(Replacements):
+    """A repair of vLLM: put in place once, where it is needed, and taken back.
+
+    Args:
+        name: the fix's name in reports.
+        put: replaces what is wrong, in this fix's name.
+        needed: whether this vLLM has the fault here (asked, not looked up by version).
+    """
+
+    def __init__(self, name: str, put: Callable[[], None], needed: Callable[[], bool] = lambda: True) -> None:
+        super().__init__(name)
+        self._put, self._needed = put, needed
+        self._state = NOT_INSTALLED
+
+    def install(self) -> str:
+        """Put the repair in place where it is needed; again changes nothing.
+
+        Returns:
+            `status()`.
+
+        Raises:
+            EngineError: vLLM lacks what is replaced; nothing is, then.
+        """
+        if self._state == NOT_INSTALLED:
+            if self._needed():
+                warn_if_untested(self.name)
+                try:
+                    self._put()
+                except BaseException:
+                    self.remove()  # all of it or nothing
+                    raise
+                self._state = APPLIED
+            else:
+                self._state = NOT_NEEDED
+        return self._state
+
+    def uninstall(self) -> None:
+        """Give vLLM its own functions back."""
+        self.remove()
+        self._state = NOT_INSTALLED
+
+    def status(self) -> str:
+        """Return "applied", "not needed" or "not installed"."""
+        return self._state
 
 
 def vllm_version() -> str:

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lora_spec.serving._patching import APPLIED, NOT_INSTALLED, NOT_NEEDED, Fix, warn_if_untested
+from lora_spec.serving._patching import Fix
 
 if TYPE_CHECKING:
     import torch
-
-_FIX = Fix("expand")
 
 
 def expand_batch_to_tokens(
@@ -67,26 +65,11 @@ def stock_is_wrong() -> bool:
     return False
 
 
-def install() -> str:
-    """Repair the expansion where it is wrong; returns `status()`."""
-    if _FIX.state != NOT_INSTALLED:
-        return _FIX.state
-    if not stock_is_wrong():
-        _FIX.state = NOT_NEEDED
-        return _FIX.state
-    warn_if_untested(_FIX.name)
+def _put() -> None:
     from vllm.v1.sample import rejection_sampler
 
     _FIX.replace(rejection_sampler, "expand_batch_to_tokens", expand_batch_to_tokens)
-    _FIX.state = APPLIED
-    return _FIX.state
 
 
-def uninstall() -> None:
-    """Give vLLM its own expansion back."""
-    _FIX.remove()
-
-
-def status() -> str:
-    """Return "applied", "not needed" or "not installed"."""
-    return _FIX.state
+_FIX = Fix("expand", _put, needed=stock_is_wrong)
+install, uninstall, status = _FIX.install, _FIX.uninstall, _FIX.status

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lora_spec.errors import EngineError
-from lora_spec.serving._patching import APPLIED, NOT_INSTALLED, Fix, warn_if_untested
+from lora_spec.serving._patching import Fix
 from lora_spec.serving.seeds import (
     DRAFT_STREAM,
     TARGET_STREAM,
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     import torch
 
 EXTRA_ARG = "draft_seed"
-
-_FIX = Fix("draft_seeds")
 
 
 @dataclass
@@ -178,18 +176,9 @@ def _begin_draft_step(runner: Any) -> _DraftStep:
     )
 
 
-def install() -> str:
-    """Make sampling follow the requests' seeds; returns `status()`.
-
-    Acts on Model Runner V1 (the CPU backend's). V2 keys drafts by the request's seed and position itself, and
-    does not read `draft_seed`.
-
-    Raises:
-        EngineError: vLLM lacks a method this replaces.
-    """
-    if _FIX.state != NOT_INSTALLED:
-        return _FIX.state
-    warn_if_untested(_FIX.name)
+def _put() -> None:
+    # Model Runner V1, the CPU backend's. V2 keys drafts by the request's seed and position itself, and does
+    # not read `draft_seed`.
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -243,15 +232,7 @@ def install() -> str:
     _FIX.replace(GPUModelRunner, "propose_draft_token_ids", propose_draft_token_ids)
     _FIX.replace(SpecDecodeBaseProposer, "propose", propose)
     _FIX.replace(SpecDecodeBaseProposer, "_sample_from_logits", _sample_from_logits)
-    _FIX.state = APPLIED
-    return _FIX.state
 
 
-def uninstall() -> None:
-    """Give vLLM its own sampling back."""
-    _FIX.remove()
-
-
-def status() -> str:
-    """Return "applied", "not needed" or "not installed"."""
-    return _FIX.state
+_FIX = Fix("draft_seeds", _put)
+install, uninstall, status = _FIX.install, _FIX.uninstall, _FIX.status

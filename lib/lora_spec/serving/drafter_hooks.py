@@ -6,12 +6,12 @@ from typing import Any
 
 from lora_spec.errors import EngineError
 from lora_spec.serving import draft_lora
-from lora_spec.serving._patching import Fix
+from lora_spec.serving._patching import Replacements
 from lora_spec.serving.draft_lora import of_proposer, query_lengths
 from lora_spec.serving.frontend import WORKER_LOAD
 from lora_spec.serving.stamp import DraftAdapter
 
-_HOOKS = Fix("drafter")
+_HOOKS = Replacements("drafter")
 
 
 def install() -> None:

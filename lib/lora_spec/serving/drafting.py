@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_spec.serving._patching import Fix
+from lora_spec.serving._patching import Replacements
 
-_HOOK = Fix("drafting")
+_HOOK = Replacements("drafting")
 
 # Attribute of a `SchedulerOutput`; it travels with the object to a worker in another process.
 _MARK = "lora_spec_no_drafting"

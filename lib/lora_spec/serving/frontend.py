@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lora_spec.checkpoint import BaseGeometry
 from lora_spec.errors import EngineError
-from lora_spec.serving._patching import Fix
+from lora_spec.serving._patching import Replacements
 from lora_spec.serving.channels import config_of
 from lora_spec.serving.config import BASE_DRAFTER, DraftLoRAConfig, Name, ServingConfig
 from lora_spec.serving.policy_source import PolicyEntry, PolicySource
@@ -36,7 +36,7 @@ WORKER_LOAD = "load_draft_adapter"
 # Field of a request that names its drafter adapter, or BASE_DRAFTER.
 REQUEST_FIELD = "draft_lora"
 
-_HOOK = Fix("frontend")
+_HOOK = Replacements("frontend")
 _ATTRIBUTE = "_lora_spec_front_door"
 _NAME: TypeAdapter[str] = TypeAdapter(Name)
 

@@ -13,12 +13,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from lora_spec.serving._patching import APPLIED, NOT_INSTALLED, NOT_NEEDED, Fix, warn_if_untested
+from lora_spec.serving._patching import Fix
 
 if TYPE_CHECKING:
     import torch
-
-_FIX = Fix("grouped_lora")
 
 
 @lru_cache(maxsize=64)
@@ -138,34 +136,21 @@ def stock_kernels() -> dict[str, Callable[..., None]]:
     return {kernel.__name__: _FIX.original(lora_ops, kernel.__name__) for kernel in KERNELS}
 
 
-def install() -> str:
-    """Use the grouped kernels on CPU; returns `status()`.
-
-    The segmented `sgmv_*` kernels of the same module call the `bgmv_*` ones through its globals and follow.
-    """
-    if _FIX.state != NOT_INSTALLED:
-        return _FIX.state
+def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        _FIX.state = NOT_NEEDED
-        return _FIX.state
-    warn_if_untested(_FIX.name)
+    return current_platform.is_cpu()
+
+
+def _put() -> None:
+    # The segmented `sgmv_*` kernels of the same module call the `bgmv_*` ones through its globals and follow.
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
     for kernel in KERNELS:
         for module in (lora_ops, punica_cpu):
             _FIX.replace(module, kernel.__name__, kernel)
-    _FIX.state = APPLIED
-    return _FIX.state
 
 
-def uninstall() -> None:
-    """Give vLLM its own kernels back."""
-    _FIX.remove()
-
-
-def status() -> str:
-    """Return "applied", "not needed" or "not installed"."""
-    return _FIX.state
+_FIX = Fix("grouped_lora", _put, needed=_on_cpu)
+install, uninstall, status = _FIX.install, _FIX.uninstall, _FIX.status

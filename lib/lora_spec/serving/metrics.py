@@ -22,12 +22,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from lora_spec.serving._patching import Fix
+from lora_spec.serving._patching import Replacements
 from lora_spec.serving.channels import KEY
 from lora_spec.serving.counters import AcceptanceCounters, AcceptanceRow, Labels, acceptance_rows
 from lora_spec.serving.stamp import BASE, Stamp, read_stamp
 
-_HOOKS = Fix("metrics")
+_HOOKS = Replacements("metrics")
 # On an output processor of a configured engine: the served model's name. Others are left alone.
 _MODEL = "_lora_spec_model"
 # On the state of a request: its stamp, and whether it was counted.

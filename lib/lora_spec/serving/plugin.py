@@ -12,13 +12,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from lora_spec.serving._patching import Fix
+from lora_spec.serving._patching import Replacements
 
 # Set by a configured engine for its child processes: the fixes, separated by commas.
 ENV_ACTIVE = "LORA_SPEC_SERVING_ACTIVE"
 NO_FIXES = "none"
 
-_WATCH = Fix("watch")
+_WATCH = Replacements("watch")
 
 
 def watch() -> None:

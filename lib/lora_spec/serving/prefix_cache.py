@@ -16,10 +16,10 @@ import functools
 from collections import Counter
 from typing import Any
 
-from lora_spec.serving._patching import Fix
+from lora_spec.serving._patching import Replacements
 from lora_spec.serving.stamp import read_stamp
 
-_HOOK = Fix("prefix_cache")
+_HOOK = Replacements("prefix_cache")
 
 UNDRAFTED = "undrafted"
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lora_spec.serving._patching import APPLIED, NOT_INSTALLED, Fix, warn_if_untested
-
-_FIX = Fix("shared_embeddings")
+from lora_spec.serving._patching import Fix
 
 
 def unwrap(layer: Any) -> Any:
@@ -20,11 +18,7 @@ def unwrap(layer: Any) -> Any:
     return getattr(layer, "base_layer", layer)
 
 
-def install() -> str:
-    """Repair the sharing; returns `status()`."""
-    if _FIX.state != NOT_INSTALLED:
-        return _FIX.state
-    warn_if_untested(_FIX.name)
+def _put() -> None:
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     stock = _FIX.original(SpecDecodeBaseProposer, "_maybe_share_embeddings")
@@ -36,15 +30,7 @@ def install() -> str:
             inner.embed_tokens = unwrap(inner.embed_tokens)
 
     _FIX.replace(SpecDecodeBaseProposer, "_maybe_share_embeddings", _maybe_share_embeddings)
-    _FIX.state = APPLIED
-    return _FIX.state
 
 
-def uninstall() -> None:
-    """Give vLLM its own sharing back."""
-    _FIX.remove()
-
-
-def status() -> str:
-    """Return "applied" or "not installed"."""
-    return _FIX.state
+_FIX = Fix("shared_embeddings", _put)
+install, uninstall, status = _FIX.install, _FIX.uninstall, _FIX.status

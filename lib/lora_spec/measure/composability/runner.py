@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lora_spec.errors import EngineError, EvidenceError, LoraSpecError, printable
+from lora_spec.errors import EngineError, EvidenceError, LoraSpecError, exit_status
 from lora_spec.measure.composability.cells import PARAMS, Cell, Phase0Params, load_phase0
 from lora_spec.measure.composability.compare import first_difference, worst_variation
 from lora_spec.measure.composability.engine import Outcome
@@ -283,16 +283,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("params")
     parser.add_argument("units", nargs="+", help=f"{INPUTS}, or KIND/COLUMN/NAME")
     args = parser.parse_args(argv)
-    try:
+
+    def run() -> None:
         runner = Runner(args.params)
         if args.units == [INPUTS]:
             runner.inputs.build()
         else:
             runner.run_batch(args.units)
-    except LoraSpecError as error:
-        print(f"lora-spec: error: {printable(error)}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_status(run)
 
 
 if __name__ == "__main__":
