@@ -155,11 +155,13 @@ def test_freezing_twice_gives_the_same_bytes_and_loadable_sets(built: Path, chec
     declared = load_corpora()
     few = {name: declared.domains[name] for name in ("german", "scripture", "upper_case")}
     corpora = declared.model_copy(update={"domains": few})
+    nothing = {"sets": {}, "tokenizer_sha256": ""}
     results = []
-    for _ in range(2):
-        names = list(freeze.freeze(corpora, load_prompt_params(), built, params_file))
+    for params in (load_prompt_params().model_copy(update=nothing), None, None):
+        params = params or load_prompt_params()
+        names = list(freeze.freeze(corpora, params, built, params_file))
         results.append([params_file.read_bytes(), *(prompts_path(name).read_bytes() for name in names)])
-    assert results[0] == results[1]
+    assert results[0] == results[1] == results[2]
     params = load_prompt_params()
     sets = {name: load_prompts(name, params) for name in names}
     general = sets.pop(GENERAL)
@@ -168,3 +170,10 @@ def test_freezing_twice_gives_the_same_bytes_and_loadable_sets(built: Path, chec
     assert not ids & {i for window in general.eval for i in window}
     for loaded in sets.values():
         assert all(b == a + 1 for window in loaded.eval for a, b in pairwise(window))
+
+
+def test_freezing_never_writes_over_a_frozen_set(built: Path, checkout: Path) -> None:
+    before = {path: path.read_bytes() for path in (checkout / "params").rglob("*") if path.is_file()}
+    with pytest.raises(IntegrityError, match=r"not those that were frozen \(german\)"):
+        list(freeze.freeze(load_corpora(), load_prompt_params(), built, checkout / "params" / "prompts.yaml"))
+    assert {path: path.read_bytes() for path in (checkout / "params").rglob("*") if path.is_file()} == before

@@ -18,7 +18,7 @@ from lora_spec.files import sha256_file
 from lora_spec.models import load_models
 from lora_spec.params import validate
 from lora_spec.paths import examples_dir, params_dir
-from lora_spec.pool import Pool, Recipe, Training, load_pool, load_pool_file, load_recorded_hashes
+from lora_spec.pool import MODULES, Pool, Recipe, Training, load_pool, load_pool_file, load_recorded_hashes
 from lora_spec.substrate import adapters, train
 from lora_spec.substrate.corpora import load_corpora
 
@@ -52,22 +52,22 @@ def training(**changes: object) -> Training:
 
 def test_pool_covers_domains_families_and_ranks() -> None:
     pool = load_pool()
-    assert len(pool) >= 12
-    assert len({r.domain for r in pool.values()}) >= 7
+    assert len(pool) >= 64
+    assert len({r.domain for r in pool.values()}) >= 20
     assert {r.family for r in pool.values()} == {"language", "code", "structured", "register", "controlled"}
     ranks = {r.rank for r in pool.values()}
-    assert (min(ranks), max(ranks)) == (4, 64)
-    assert {r.modules for r in pool.values()} == {"qv", "attention", "mlp", "all"}
+    assert (min(ranks), max(ranks)) == (2, 64)
+    assert {r.modules for r in pool.values()} == set(MODULES)
     assert any(r.rslora for r in pool.values())
-    assert len({r.seed for r in pool.values()}) == len(pool)
 
 
 def test_pool_agrees_with_the_corpora_and_the_base() -> None:
     pool, domains = load_pool_file(), load_corpora().domains
     for r in pool.adapters:
         assert domains[r.domain].family == r.family
-        modules = f"{r.modules}-s{r.steps}"
-        assert r.name == f"{r.domain.replace('_', '-')}-r{r.rank}-{modules}"
+        steps = f"s{r.steps}" if r.schedule_steps is None else f"s{r.steps}of{r.schedule_steps}"
+        name = f"{r.domain.replace('_', '-')}-r{r.rank}-{r.modules}-{steps}"
+        assert r.name == name or r.name.startswith(f"{name}-")
     assert load_models().model(pool.training.base).status == "frozen"
 
 
@@ -119,6 +119,9 @@ def test_every_value_of_a_recipe_changes_its_identity() -> None:
         "learning_rate": 0.1,
         "rslora": True,
         "modules": "mlp",
+        "layers": (3,),
+        "rank_pattern": {"q_proj": 2},
+        "alpha_pattern": {"q_proj": 2},
     }
     hashes = {pool.recipe_sha256(first.name)}
     for key, value in changes.items():
@@ -310,6 +313,58 @@ def test_written_adapter_is_what_peft_reads(base: Path, tmp_path: Path) -> None:
         before = model(ids).logits
         after = PeftModel.from_pretrained(model, tmp_path)(ids).logits
     assert (before - after).abs().max() > 1e-3
+
+
+def stops_of(base: Path, stops: list[int], **changes: object) -> list[train.Trained]:
+    return list(train.train_run(recipe(**changes), stops, training(), base, TEXTS, base_name="org/tiny"))
+
+
+@pytest.mark.torch
+def test_a_checkpoint_is_the_state_of_its_run_at_that_step(base: Path) -> None:
+    import torch
+
+    middle, end = stops_of(base, [4, 8], name="tiny-r2-all-s8", steps=8)
+    alone = run(base, name="tiny-r2-all-s4of8", steps=4, schedule_steps=8)
+    short = run(base, steps=4)
+    assert alone.losses == middle.losses == end.losses[:4]
+    assert all(torch.equal(alone.tensors[key], tensor) for key, tensor in middle.tensors.items())
+    assert any(not torch.equal(end.tensors[key], tensor) for key, tensor in middle.tensors.items())
+    # A run of four steps has another schedule, so it is no checkpoint.
+    assert any(not torch.equal(short.tensors[key], tensor) for key, tensor in middle.tensors.items())
+
+
+@pytest.mark.torch
+def test_no_steps_is_exactly_no_update(base: Path, tmp_path: Path) -> None:
+    trained = run(base, steps=0)
+    assert trained.losses == [] and trained.final_loss is None
+    for name, tensor in trained.tensors.items():
+        assert (tensor.abs().max() == 0) == ("lora_B" in name), name
+    train.save(trained, tmp_path, {})
+    side = json.loads((tmp_path / "lora_spec.json").read_text())
+    assert side["first_loss"] is None and side["final_loss"] is None and len(side["content_hash"]) == 64
+
+
+@pytest.mark.torch
+def test_patterns_give_ranks_and_scales_as_peft_resolves_them(base: Path, tmp_path: Path) -> None:
+    from lora_spec.checkpoint import read_adapter
+
+    patterns = {"rank_pattern": {"down_proj": 3, "q_proj": 1}, "alpha_pattern": {"q_proj": 7}}
+    train.save(run(base, **patterns), tmp_path, {})
+    for module in read_adapter(tmp_path).modules:
+        kind = module.name.split(".")[-1]
+        rank = {"down_proj": 3, "q_proj": 1}.get(kind, 2)
+        assert module.rank == rank, module.name
+        assert module.scale == pytest.approx({"q_proj": 7}.get(kind, 4) / rank), module.name
+        assert module.engine_scale == module.scale
+
+
+@pytest.mark.torch
+def test_layers_restrict_what_is_adapted(base: Path) -> None:
+    names = list(run(base, layers=(1, 3)).tensors)
+    assert {name.split(".layers.")[1].split(".")[0] for name in names} == {"1", "3"}
+    assert len(names) == 2 * 7 * 2
+    with pytest.raises(ParamsError, match="layer 4 does not exist: the base has 4"):
+        run(base, layers=(1, 4))
 
 
 @pytest.mark.torch

@@ -22,7 +22,9 @@ def register(app: typer.Typer) -> None:
         freeze: Annotated[
             bool,
             typer.Option(
-                "--freeze", help="Cut the prompts again from the built corpora (needs the pocket tokenizer)."
+                "--freeze",
+                help="Cut the prompts from the built corpora: new sets are frozen, frozen ones are verified "
+                "(needs the pocket tokenizer).",
             ),
         ] = False,
         record_hashes: Annotated[

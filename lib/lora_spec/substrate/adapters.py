@@ -15,7 +15,15 @@ from lora_spec.errors import MissingTierError
 from lora_spec.files import atomic_write_text, remove_stale_temporaries, sha256_file
 from lora_spec.models import load_models
 from lora_spec.paths import cache_dir, params_dir, rel
-from lora_spec.pool import HASHES_FILE, AdapterHashes, Pool, Recipe, load_pool_file, load_recorded_hashes
+from lora_spec.pool import (
+    HASHES_FILE,
+    AdapterHashes,
+    Pool,
+    Recipe,
+    load_pool_file,
+    load_recorded_hashes,
+    runs_of,
+)
 from lora_spec.queue import QueueReport, Unit, run_queue
 from lora_spec.substrate.corpora import domain_dir
 
@@ -24,7 +32,8 @@ SIDE_SCHEMA = "lora-spec-adapter/1"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 # Measured on one core with AVX-512; only the plan's estimate uses them.
-_TOKENS_PER_CPU_S = {"qv": 190.0, "attention": 170.0, "mlp": 170.0, "all": 145.0}
+_TOKENS_PER_CPU_S = {"attention": 170.0, "mlp": 170.0, "all": 145.0}
+_TOKENS_PER_CPU_S_FEW = 190.0
 _START_CPU_S = 14.0
 
 
@@ -109,7 +118,7 @@ def base_weights_sha256(pool: Pool) -> str | None:
 def estimated_cpu_seconds(recipe: Recipe, pool: Pool) -> float:
     """CPU-seconds to train ``recipe`` on one core, from measured rates; a guide, not a promise."""
     tokens = recipe.steps * pool.training.batch * pool.training.block_tokens
-    return _START_CPU_S + tokens / _TOKENS_PER_CPU_S[recipe.modules]
+    return _START_CPU_S + tokens / _TOKENS_PER_CPU_S.get(recipe.modules, _TOKENS_PER_CPU_S_FEW)
 
 
 def plan_adapters(only: Sequence[str] = ()) -> list[AdapterState]:
@@ -136,7 +145,9 @@ def _selected(pool: Pool, only: Sequence[str]) -> list[Recipe]:
 
 
 def train_adapters(only: Sequence[str] = (), *, workers: int = 2) -> QueueReport:
-    """Train what is not done, longest first, ``workers`` at a time with one thread each.
+    """Train what is not done, longest first, ``workers`` runs at a time with one thread each.
+
+    Checkpoints of a run are saved on the way to its end, so they cost nothing more.
 
     Raises:
         QueueError: some could not be trained; the others are kept.
@@ -152,11 +163,16 @@ def train_adapters(only: Sequence[str] = (), *, workers: int = 2) -> QueueReport
     remove_stale_temporaries(cache_dir() / "adapters")
     units = [
         Unit(
-            name=recipe.name,
-            argv=[sys.executable, "-m", "lora_spec.substrate.train", recipe.name],
-            is_done=lambda name=recipe.name: find_adapter_problem(trained_dir(name), name, pool) is None,
+            name=run,
+            argv=[sys.executable, "-m", "lora_spec.substrate.train", *(recipe.name for recipe in members)],
+            is_done=lambda members=members: all(
+                find_adapter_problem(trained_dir(recipe.name), recipe.name, pool) is None
+                for recipe in members
+            ),
         )
-        for recipe in sorted(recipes, key=lambda recipe: -estimated_cpu_seconds(recipe, pool))
+        for run, members in sorted(
+            runs_of(recipes).items(), key=lambda item: -estimated_cpu_seconds(item[1][-1], pool)
+        )
     ]
     return run_queue(units, workers=workers, threads_per_worker=1, log_dir=cache_dir() / "logs" / "adapters")
 

@@ -13,12 +13,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from lora_spec.errors import MissingTierError, ParamsError
+from lora_spec.errors import IntegrityError, MissingTierError, ParamsError
 from lora_spec.files import atomic_write_bytes, atomic_write_text, sha256_bytes, sha256_file
 from lora_spec.paths import rel
 from lora_spec.substrate.corpora import read_documents, unit_interval
 from lora_spec.substrate.extractors import Document
-from lora_spec.substrate.prompts import GENERAL, SCHEMA, PromptParams, prompts_path
+from lora_spec.substrate.prompts import GENERAL, SCHEMA, FrozenFile, PromptParams, prompts_path
 from lora_spec.substrate.recipes import CorporaParams
 
 Encode = Callable[[str], list[int]]
@@ -125,26 +125,35 @@ def take(source: Iterator[list[int]], count: int, where: str) -> list[list[int]]
 def freeze(
     corpora: CorporaParams, params: PromptParams, tokenizer_json: Path, params_file: Path
 ) -> Iterator[str]:
-    """Cut and write the windows of every domain and of ``general``, then record their hashes.
+    """Cut the windows of every domain and of ``general``, write the sets that are new, and record the hashes.
 
-    Yields each prompt set's name as it is written. Deterministic: equal corpora and an equal tokenizer give
-    equal bytes.
+    A set that was frozen before is cut again and compared, never written over: what was measured on it
+    stands. Yields each prompt set's name as it is done. Deterministic: equal corpora and an equal tokenizer
+    give equal bytes.
 
     Raises:
         MissingTierError: a corpus or the tokenizer is missing.
         ParamsError: a domain has too few held-out or calibration tokens.
+        IntegrityError: a frozen set would come out otherwise now.
     """
     encode = load_encoder(tokenizer_json)
     tokenizer_sha256 = sha256_file(tokenizer_json)
-    records: dict[str, str] = {}
+    records: dict[str, FrozenFile] = {}
     general: list[list[list[int]]] = []
 
     def write(name: str, eval_windows: list[list[int]], calibration: list[list[int]]) -> None:
         data = render(name, params, tokenizer_sha256, eval_windows, calibration)
-        atomic_write_bytes(prompts_path(name), data)
-        records[name] = (
-            f"{{sha256: {sha256_bytes(data)}, eval: {len(eval_windows)}, calibration: {len(calibration)}}}"
-        )
+        made = FrozenFile(sha256=sha256_bytes(data), eval=len(eval_windows), calibration=len(calibration))
+        if params.sets.get(name, made) != made:
+            raise IntegrityError(
+                "the windows cut now are not those that were frozen",
+                where=name,
+                fix="The code, a corpus or the tokenizer changed; to freeze anew, take the set out of "
+                "params/prompts.yaml and discard what was measured on it",
+            )
+        if name not in params.sets:
+            atomic_write_bytes(prompts_path(name), data)
+        records[name] = made
 
     for name, domain in corpora.domains.items():
         taken: set[tuple[int, ...]] = set()
@@ -166,7 +175,11 @@ def freeze(
     yield GENERAL
     kept = params_file.read_text(encoding="utf-8").split("\ntokenizer_sha256:")[0].rstrip("\n")
     lines = [f"tokenizer_sha256: {tokenizer_sha256}", "sets:"]
-    lines += [f"  {name}: {record}" for name, record in records.items()]
+    # The order of the file stays; what is new follows.
+    for name, record in (params.sets | records).items():
+        lines.append(
+            f"  {name}: {{sha256: {record.sha256}, eval: {record.eval}, calibration: {record.calibration}}}"
+        )
     atomic_write_text(params_file, kept + "\n\n" + "\n".join(lines) + "\n")
 
 

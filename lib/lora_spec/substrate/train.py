@@ -1,4 +1,4 @@
-"""Train one LoRA adapter from its declared recipe, bit for bit the same on machines whose CPU flags agree.
+"""Train LoRA adapters from their declared recipes, bit for bit the same on machines whose CPU flags agree.
 
 One thread, seeded initialisation and data order, no dropout, deterministic kernels, a fixed number of steps.
 The base stays in bfloat16 and frozen; the adapter's weights, gradients and optimiser state are float32.
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_spec.errors import CheckpointError, LoraSpecError, MissingTierError, printable
+from lora_spec.errors import CheckpointError, MissingTierError, ParamsError, exit_status
 from lora_spec.files import atomic_dir, atomic_write_json, sha256_file
 from lora_spec.models import load_models
 from lora_spec.paths import rel
-from lora_spec.pool import Pool, Recipe, Training, load_pool_file
+from lora_spec.pool import POOL_FILE, Pool, Recipe, Training, load_pool_file
 from lora_spec.substrate.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -45,7 +45,7 @@ class Trained:
     Attributes:
         tensors: PEFT state dict, name to float32 tensor.
         config: PEFT configuration as JSON values, without local paths.
-        losses: mean cross-entropy in nats per token of each step's batch, before the step.
+        losses: mean cross-entropy in nats per token of each step's batch, before the step; none at 0 steps.
     """
 
     tensors: dict[str, Any]
@@ -53,10 +53,10 @@ class Trained:
     losses: list[float]
 
     @property
-    def final_loss(self) -> float:
-        """Mean loss of the last five steps."""
+    def final_loss(self) -> float | None:
+        """Mean loss of the last five steps; None at 0 steps."""
         last = self.losses[-_LOSS_WINDOW:]
-        return sum(last) / len(last)
+        return sum(last) / len(last) if last else None
 
 
 def pack_blocks(tokenizer_file: Path, texts: Sequence[str], eos: int, length: int) -> list[list[int]]:
@@ -106,10 +106,26 @@ def train(
     base_name: str,
     say: Say = lambda line: None,
 ) -> Trained:
-    """Train ``recipe`` on ``texts``.
+    """Train ``recipe`` on ``texts``: the last of `train_run` with no other stop."""
+    (trained,) = train_run(recipe, [recipe.steps], training, base, texts, base_name=base_name, say=say)
+    return trained
+
+
+def train_run(
+    recipe: Recipe,
+    stops: Sequence[int],
+    training: Training,
+    base: Path,
+    texts: Sequence[str],
+    *,
+    base_name: str,
+    say: Say = lambda line: None,
+) -> Iterator[Trained]:
+    """Train the run of ``recipe`` on ``texts`` and give what it is at each of ``stops``.
 
     Args:
-        recipe: adapter recipe.
+        recipe: recipe of any adapter of the run.
+        stops: numbers of steps, rising, none above the schedule; training ends at the last.
         training: shared settings.
         base: directory of the frozen base model with its tokenizer.
         texts: documents, in an order that is part of the recipe's identity.
@@ -117,6 +133,7 @@ def train(
         say: receives a line every few steps.
 
     Raises:
+        ParamsError: a layer that the base does not have.
         CheckpointError: the corpus is too short, or the loss is not finite.
         MissingTierError: torch, transformers or peft is not installed.
     """
@@ -127,14 +144,19 @@ def train(
     model = transformers.AutoModelForCausalLM.from_pretrained(
         base, dtype=torch.bfloat16, local_files_only=True, attn_implementation="sdpa"
     )
+    check_layers(recipe, model.config.num_hidden_layers)
     blocks = pack_blocks(base / TOKENIZER, texts, model.config.eos_token_id, training.block_tokens)
-    order = list(block_order(len(blocks), recipe.steps * training.batch, recipe.seed))
-    say(f"{len(texts)} documents, {len(blocks)} blocks of {training.block_tokens}, {recipe.steps} steps")
+    steps = stops[-1]
+    order = list(block_order(len(blocks), steps * training.batch, recipe.seed))
+    say(f"{len(texts)} documents, {len(blocks)} blocks of {training.block_tokens}, {steps} steps")
     lora = peft.LoraConfig(
         r=recipe.rank,
         lora_alpha=recipe.alpha,
         use_rslora=recipe.rslora,
         target_modules=list(recipe.target_modules),
+        layers_to_transform=None if recipe.layers is None else list(recipe.layers),
+        rank_pattern=dict(recipe.rank_pattern),
+        alpha_pattern=dict(recipe.alpha_pattern),
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -144,7 +166,17 @@ def train(
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=training.weight_decay)
     losses: list[float] = []
-    for step in range(recipe.steps):
+
+    def trained() -> Trained:
+        state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+        tensors = {
+            name: tensor.detach().float().clone().contiguous() for name, tensor in sorted(state.items())
+        }
+        return Trained(tensors, _plain_config(model.peft_config["default"], base_name), list(losses))
+
+    if 0 in stops:
+        yield trained()
+    for step in range(steps):
         chosen = order[step * training.batch : (step + 1) * training.batch]
         ids = torch.tensor([blocks[number] for number in chosen])
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -155,15 +187,28 @@ def train(
         torch.nn.utils.clip_grad_norm_(weights, training.max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * learning_rate_factor(
-                step, recipe.steps, training.warmup_fraction
+                step, recipe.schedule, training.warmup_fraction
             )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if step == 0 or (step + 1) % 10 == 0 or step + 1 == recipe.steps:
-            say(f"step {step + 1}/{recipe.steps} loss {losses[-1]:.4f}")
-    state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    tensors = {name: tensor.detach().float().contiguous() for name, tensor in sorted(state.items())}
-    return Trained(tensors, _plain_config(model.peft_config["default"], base_name), losses)
+        if step == 0 or (step + 1) % 10 == 0 or step + 1 == steps:
+            say(f"step {step + 1}/{steps} loss {losses[-1]:.4f}")
+        if step + 1 in stops:
+            yield trained()
+
+
+def check_layers(recipe: Recipe, layers: int) -> None:
+    """Refuse a layer that a base of ``layers`` layers does not have; PEFT would leave it out without a word.
+
+    Raises:
+        ParamsError: there is such a layer.
+    """
+    if recipe.layers is not None and recipe.layers[-1] >= layers:
+        raise ParamsError(
+            f"layer {recipe.layers[-1]} does not exist: the base has {layers}, counted from 0",
+            where=recipe.name,
+            fix=f"correct layers in params/{POOL_FILE}",
+        )
 
 
 def _import_training() -> tuple[Any, Any, Any]:
@@ -188,34 +233,40 @@ def _plain_config(config: Any, base_name: str) -> dict[str, Any]:
     return values | {"base_model_name_or_path": base_name, "inference_mode": True, "revision": None}
 
 
-def train_named(name: str, say: Say = lambda line: None) -> Path:
-    """Train adapter ``name`` of the pool into the cache, whole or not at all; a finished one is left alone.
-
-    Returns:
-        Its directory.
+def train_named(names: Sequence[str], say: Say = lambda line: None) -> None:
+    """Train adapters of one run into the cache, each whole or not at all; finished ones are left alone.
 
     Raises:
-        LoraSpecError: unknown name, missing base or corpus, or training failed.
+        LoraSpecError: unknown name, adapters of two runs, missing base or corpus, or training failed.
     """
     pool = load_pool_file()
-    recipe, directory = pool.recipe(name), trained_dir(name)
-    problem = find_adapter_problem(directory, name, pool)
-    if problem is None:
-        say(f"{name}: done before")
-        return directory
-    say(f"{name}: {problem}")
-    if not corpus_path(recipe.domain).is_file():
-        raise corpora_missing([recipe.domain])
+    members = sorted((pool.recipe(name) for name in names), key=lambda recipe: recipe.steps)
+    if len({recipe.run for recipe in members}) != 1:
+        raise ParamsError("adapters of one run are trained together", where=", ".join(names))
+    todo = []
+    for recipe in members:
+        problem = find_adapter_problem(trained_dir(recipe.name), recipe.name, pool)
+        say(f"{recipe.name}: {problem or 'done before'}")
+        if problem is not None:
+            todo.append(recipe)
+    if not todo:
+        return
+    domain = todo[0].domain
+    if not corpus_path(domain).is_file():
+        raise corpora_missing([domain])
     entry, base = load_models().model(pool.training.base), require_model(pool.training.base)
-    side = side_values(pool, recipe) | {"corpus_sha256": sha256_file(corpus_path(recipe.domain))}
-    texts = [document.text for document in read_documents(recipe.domain, "train")]
+    corpus_sha256 = sha256_file(corpus_path(domain))
+    texts = [document.text for document in read_documents(domain, "train")]
     start = time.process_time()
-    trained = train(recipe, pool.training, base, texts, base_name=entry.base_name, say=say)
-    with atomic_dir(directory) as temporary:
-        save(trained, temporary, side)
-    seconds = time.process_time() - start
-    say(f"{name}: final loss {trained.final_loss:.4f}, {seconds:.0f} CPU-s, {rel(directory)}")
-    return directory
+    stops = [recipe.steps for recipe in todo]
+    made = train_run(todo[0], stops, pool.training, base, texts, base_name=entry.base_name, say=say)
+    for recipe, trained in zip(todo, made, strict=True):
+        directory = trained_dir(recipe.name)
+        with atomic_dir(directory) as temporary:
+            save(trained, temporary, side_values(pool, recipe) | {"corpus_sha256": corpus_sha256})
+        seconds = time.process_time() - start
+        loss = "no step" if trained.final_loss is None else f"final loss {trained.final_loss:.4f}"
+        say(f"{recipe.name}: {loss}, {seconds:.0f} CPU-s, {rel(directory)}")
 
 
 def side_values(pool: Pool, recipe: Recipe) -> dict[str, Any]:
@@ -249,8 +300,8 @@ def save(trained: Trained, directory: Path, side: dict[str, Any]) -> None:
         directory / SIDE_FILE,
         side
         | {
-            "first_loss": round(trained.losses[0], 6),
-            "final_loss": round(trained.final_loss, 6),
+            "first_loss": round(trained.losses[0], 6) if trained.losses else None,
+            "final_loss": None if trained.final_loss is None else round(trained.final_loss, 6),
             "weights_sha256": sha256_file(directory / ADAPTER_WEIGHTS),
             "content_hash": content_hash(directory),
         },
@@ -258,15 +309,11 @@ def save(trained: Trained, directory: Path, side: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train one adapter in this process: ``python -m lora_spec.substrate.train NAME``."""
-    parser = argparse.ArgumentParser(description="Train one adapter of the pool in this process.")
-    parser.add_argument("name")
-    try:
-        train_named(parser.parse_args(argv).name, say=lambda line: print(line, flush=True))
-    except LoraSpecError as error:
-        print(f"lora-spec: error: {printable(error)}", file=sys.stderr)
-        return 2
-    return 0
+    """Train adapters of one run in this process: ``python -m lora_spec.substrate.train NAME...``."""
+    parser = argparse.ArgumentParser(description="Train adapters of one run of the pool in this process.")
+    parser.add_argument("names", nargs="+", metavar="NAME")
+    names = parser.parse_args(argv).names
+    return exit_status(lambda: train_named(names, say=lambda line: print(line, flush=True)))
 
 
 if __name__ == "__main__":

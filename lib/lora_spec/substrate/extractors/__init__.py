@@ -25,6 +25,7 @@ TRANSFORMS: dict[str, Callable[[str], str]] = {
     "upper_case": transforms.upper_case,
     "word_per_line": transforms.word_per_line,
     "word_prefix": transforms.word_prefix,
+    "word_repeat": transforms.word_repeat,
 }
 
 __all__ = ["EXTRACTORS", "TRANSFORMS", "Document"]
