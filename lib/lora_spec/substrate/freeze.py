@@ -18,10 +18,20 @@ from lora_spec.files import atomic_write_bytes, atomic_write_text, sha256_bytes,
 from lora_spec.paths import rel
 from lora_spec.substrate.corpora import read_documents, unit_interval
 from lora_spec.substrate.extractors import Document
-from lora_spec.substrate.prompts import GENERAL, SCHEMA, FrozenFile, PromptParams, prompts_path
-from lora_spec.substrate.recipes import CorporaParams
+from lora_spec.substrate.prompts import (
+    GENERAL,
+    SCHEMA,
+    ExtensionParams,
+    FrozenFile,
+    PromptParams,
+    more_path,
+    prompts_path,
+)
+from lora_spec.substrate.recipes import CorporaParams, extension_name
 
 Encode = Callable[[str], list[int]]
+Window = list[int]
+Taken = set[tuple[int, ...]]
 # A rest shorter than a window is lost at the end of each unit: documents of fewer windows than _SHORT are
 # joined to units of about _JOINED, so that little of a small corpus is.
 _SHORT = 10
@@ -81,7 +91,7 @@ def units(documents: Sequence[Document], encode: Encode, window: int) -> list[Un
     return made
 
 
-def deal(made: Sequence[Unit], window: int, taken: set[tuple[int, ...]]) -> Iterator[list[int]]:
+def deal(made: Sequence[Unit], window: int, taken: Taken) -> Iterator[Window]:
     """Windows round-robin over the units, each unit's in hashed order, none that is in ``taken``.
 
     What is yielded is added to ``taken``.
@@ -93,7 +103,7 @@ def deal(made: Sequence[Unit], window: int, taken: set[tuple[int, ...]]) -> Iter
                 yield ids
 
 
-def _shuffled(unit: Unit, window: int) -> list[list[int]]:
+def _shuffled(unit: Unit, window: int) -> list[Window]:
     starts = range(0, len(unit.ids) - window + 1, window)
     order = sorted(starts, key=lambda start: unit_interval(f"window:{unit.name}:{start}"))
     return [unit.ids[start : start + window] for start in order]
@@ -110,7 +120,7 @@ def _reserve(documents: list[Document], encode: Encode, window: int, count: int)
     return Unit(name, ids[: count * window])
 
 
-def take(source: Iterator[list[int]], count: int, where: str) -> list[list[int]]:
+def take(source: Iterator[Window], count: int, where: str) -> list[Window]:
     """The first ``count`` windows.
 
     Raises:
@@ -122,41 +132,76 @@ def take(source: Iterator[list[int]], count: int, where: str) -> list[list[int]]
     return windows
 
 
+class _Sets:
+    """Cut sets, compared with what was frozen; nothing is written before all are cut."""
+
+    def __init__(self, params: PromptParams, tokenizer_sha256: str) -> None:
+        self._params = params
+        self._tokenizer_sha256 = tokenizer_sha256
+        self._files: dict[Path, bytes] = {}
+        self.sets: dict[str, FrozenFile] = dict(params.sets)
+        self.more: dict[str, FrozenFile] = dict(params.more)
+
+    def add(self, name: str, windows: list[Window], calibration: list[Window], *, more: bool = False) -> None:
+        """Take one set, or with ``more`` the extension of one.
+
+        Raises:
+            IntegrityError: it was frozen with other windows.
+        """
+        data = render(name, self._params, self._tokenizer_sha256, windows, calibration)
+        made = FrozenFile(sha256=sha256_bytes(data), eval=len(windows), calibration=len(calibration))
+        if (self.more if more else self.sets).setdefault(name, made) != made:
+            raise IntegrityError(
+                "the windows cut now are not those that were frozen",
+                where=f"{name}, extension" if more else name,
+                fix="The code, a corpus or the tokenizer changed; to freeze anew, take the set out of "
+                "params/prompts.yaml and discard what was measured on it",
+            )
+        self._files[more_path(name) if more else prompts_path(name)] = data
+
+    def write(self, params_file: Path) -> None:
+        """Write the files (those frozen before with equal bytes), then what they hash to."""
+        for path, data in self._files.items():
+            atomic_write_bytes(path, data)
+        kept = params_file.read_text(encoding="utf-8").split("\ntokenizer_sha256:")[0].rstrip("\n")
+        lines = ["", f"tokenizer_sha256: {self._tokenizer_sha256}"]
+        for title, records in (("sets", self.sets), ("more", self.more)):
+            lines += [f"{title}:"] if records else []
+            for name, one in records.items():
+                values = f"sha256: {one.sha256}, eval: {one.eval}, calibration: {one.calibration}"
+                lines.append(f"  {name}: {{{values}}}")
+        atomic_write_text(params_file, "\n".join([kept, *lines, ""]))
+
+
 def freeze(
     corpora: CorporaParams, params: PromptParams, tokenizer_json: Path, params_file: Path
 ) -> Iterator[str]:
-    """Cut the windows of every domain and of ``general``, write the sets that are new, and record the hashes.
+    """Cut the windows of every domain, of ``general`` and of the extensions; write them and their hashes.
 
-    A set that was frozen before is cut again and compared, never written over: what was measured on it
-    stands. Yields each prompt set's name as it is done. Deterministic: equal corpora and an equal tokenizer
-    give equal bytes.
+    A set that was frozen before is cut again and compared, never replaced: what was measured on it stands.
+    Yields each prompt set's name as it is cut. Deterministic: equal corpora and an equal tokenizer give equal
+    bytes.
 
     Raises:
         MissingTierError: a corpus or the tokenizer is missing.
         ParamsError: a domain has too few held-out or calibration tokens.
-        IntegrityError: a frozen set would come out otherwise now.
+        IntegrityError: a frozen set would come out otherwise now; nothing was written.
     """
     encode = load_encoder(tokenizer_json)
-    tokenizer_sha256 = sha256_file(tokenizer_json)
-    records: dict[str, FrozenFile] = {}
-    general: list[list[list[int]]] = []
+    sets = _Sets(params, sha256_file(tokenizer_json))
+    everything: Taken = set()
+    yield from _cut_sets(sets, corpora, params, encode, everything)
+    if params.extension is not None:
+        yield from _cut_more(sets, corpora, params.window, params.extension, encode, everything)
+    sets.write(params_file)
 
-    def write(name: str, eval_windows: list[list[int]], calibration: list[list[int]]) -> None:
-        data = render(name, params, tokenizer_sha256, eval_windows, calibration)
-        made = FrozenFile(sha256=sha256_bytes(data), eval=len(eval_windows), calibration=len(calibration))
-        if params.sets.get(name, made) != made:
-            raise IntegrityError(
-                "the windows cut now are not those that were frozen",
-                where=name,
-                fix="The code, a corpus or the tokenizer changed; to freeze anew, take the set out of "
-                "params/prompts.yaml and discard what was measured on it",
-            )
-        if name not in params.sets:
-            atomic_write_bytes(prompts_path(name), data)
-        records[name] = made
 
+def _cut_sets(
+    sets: _Sets, corpora: CorporaParams, params: PromptParams, encode: Encode, everything: Taken
+) -> Iterator[str]:
+    general: list[list[Window]] = []
     for name, domain in corpora.domains.items():
-        taken: set[tuple[int, ...]] = set()
+        taken: Taken = set()
         documents = read_documents(name, "heldout")
         if domain.family != "controlled":
             # The last documents of the hashed order belong to the general set, so none serves both.
@@ -164,35 +209,47 @@ def freeze(
             general.append(take(deal([reserved], params.window, taken), params.general, f"{name}: general"))
         heldout = units(documents, encode, params.window)
         eval_windows = take(deal(heldout, params.window, taken), params.eval, f"{name}: heldout")
-        calibration = units(read_documents(name, "calibration"), encode, params.window)
-        write(
-            name,
-            eval_windows,
-            take(deal(calibration, params.window, taken), params.calibration, f"{name}: calibration"),
+        calibration = deal(
+            units(read_documents(name, "calibration"), encode, params.window), params.window, taken
         )
+        sets.add(name, eval_windows, take(calibration, params.calibration, f"{name}: calibration"))
+        everything |= taken
         yield name
-    write(GENERAL, [ids for row in zip(*general, strict=True) for ids in row], [])
+    sets.add(GENERAL, [ids for row in zip(*general, strict=True) for ids in row], [])
     yield GENERAL
-    kept = params_file.read_text(encoding="utf-8").split("\ntokenizer_sha256:")[0].rstrip("\n")
-    lines = [f"tokenizer_sha256: {tokenizer_sha256}", "sets:"]
-    # The order of the file stays; what is new follows.
-    for name, record in (params.sets | records).items():
-        lines.append(
-            f"  {name}: {{sha256: {record.sha256}, eval: {record.eval}, calibration: {record.calibration}}}"
-        )
-    atomic_write_text(params_file, kept + "\n\n" + "\n".join(lines) + "\n")
+
+
+def _cut_more(
+    sets: _Sets,
+    corpora: CorporaParams,
+    window: int,
+    extension: ExtensionParams,
+    encode: Encode,
+    taken: Taken,
+) -> Iterator[str]:
+    general: list[list[Window]] = []
+    for name in corpora.extensions:
+        corpus = extension_name(name)
+        documents = read_documents(corpus, "heldout")
+        reserved = _reserve(documents, encode, window, extension.general)
+        general.append(take(deal([reserved], window, taken), extension.general, f"{corpus}: general"))
+        if name in extension.domains:
+            windows = deal(units(documents, encode, window), window, taken)
+            sets.add(name, take(windows, extension.eval, corpus), [], more=True)
+        yield corpus
+    sets.add(GENERAL, [ids for row in zip(*general, strict=True) for ids in row], [], more=True)
 
 
 def render(
     name: str,
     params: PromptParams,
     tokenizer_sha256: str,
-    eval_windows: list[list[int]],
-    calibration: list[list[int]],
+    eval_windows: list[Window],
+    calibration: list[Window],
 ) -> bytes:
     """The file of one prompt set: JSON with one window a line."""
 
-    def rows(windows: list[list[int]]) -> str:
+    def rows(windows: list[Window]) -> str:
         inner = ",\n".join(json.dumps(ids, separators=(",", ":")) for ids in windows)
         return f"[\n{inner}\n]" if windows else "[]"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import Field
@@ -25,6 +25,20 @@ class FrozenFile(StrictModel):
     calibration: int
 
 
+class ExtensionParams(StrictModel):
+    """How many windows join sets that were frozen before.
+
+    Attributes:
+        domains: sets that get ``eval`` further windows, from the domain's extension corpus.
+        eval: windows for each of them.
+        general: windows that each extension corpus gives to the general set, from documents of their own.
+    """
+
+    domains: list[str]
+    eval: int = Field(ge=1)
+    general: int = Field(ge=1)
+
+
 class PromptParams(StrictModel):
     """``params/prompts.yaml``: how windows are cut, and what the frozen files hash to.
 
@@ -35,7 +49,9 @@ class PromptParams(StrictModel):
         calibration: windows a domain from calibration documents.
         general: windows each domain gives to the general set, from held-out documents of their own.
         tokenizer_sha256: hash of the tokenizer.json the ids belong to.
+        extension: windows that were added later, at the end of some sets.
         sets: frozen files by prompt set; the file is ``params/prompts/<set>.json``.
+        more: the files that extend some of them, ``params/prompts/<set>.more.json``.
     """
 
     schema_: str = Field(alias="schema", pattern=r"^lora-spec-prompt-sets/1$")
@@ -44,8 +60,10 @@ class PromptParams(StrictModel):
     eval: int
     calibration: int
     general: int
+    extension: ExtensionParams | None = None
     tokenizer_sha256: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
     sets: dict[str, FrozenFile] = Field(default_factory=dict)
+    more: dict[str, FrozenFile] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,9 +74,10 @@ class PromptSet:
         domain: name of the set.
         window: token ids of each window.
         prompt: the first ``prompt`` ids of a window are the prompt, the rest the reference continuation.
-        eval: windows from held-out documents.
+        eval: windows from held-out documents; those of an extension follow, so the earlier ones keep their
+            indices.
         calibration: windows from calibration documents (none in ``general``).
-        sha256: hash of the file.
+        sha256: hash of the file, that of an extension apart.
         tokenizer_sha256: hash of the tokenizer the ids belong to.
     """
 
@@ -81,18 +100,30 @@ def prompts_path(domain: str) -> Path:
     return params_dir() / "prompts" / f"{domain}.json"
 
 
+def more_path(domain: str) -> Path:
+    """The frozen file that extends a prompt set."""
+    return params_dir() / "prompts" / f"{domain}.more.json"
+
+
 def load_prompts(domain: str, params: PromptParams | None = None) -> PromptSet:
-    """Read the frozen windows of ``domain`` (or ``general``).
+    """Read the frozen windows of ``domain`` (or ``general``), with those that extend them at the end.
 
     Raises:
         ParamsError: no such prompt set.
-        IntegrityError: the file is missing, changed since it was frozen, or not of the expected form.
+        IntegrityError: a file is missing, changed since it was frozen, or not of the expected form.
     """
     params = params or load_prompt_params()
     frozen = params.sets.get(domain)
     if frozen is None:
         raise ParamsError("unknown prompt set", where=domain, fix=f"Known: {', '.join(params.sets)}")
-    path = prompts_path(domain)
+    loaded = _read(domain, prompts_path(domain), frozen, params)
+    if domain not in params.more:
+        return loaded
+    more = _read(domain, more_path(domain), params.more[domain], params)
+    return replace(loaded, eval=[*loaded.eval, *more.eval])
+
+
+def _read(domain: str, path: Path, frozen: FrozenFile, params: PromptParams) -> PromptSet:
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Sentences of one language out of compiled gettext catalogues (``.mo``)."""
+"""Sentences of one language out of gettext catalogues, compiled (``.mo``) or not (``.po``)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from lora_spec.substrate.extractors.common import Document, normalise, pack
 
 _MAGIC = 0x950412DE
 _WORD = re.compile(r"[^\W\d_]{2,}")
+_PO_LINE = re.compile(r'(?:(msgctxt|msgid_plural|msgid|msgstr(?:\[\d+\])?)\s+)?"((?:[^"\\]|\\.)*)"')
+_PO_ESCAPE = re.compile(r"\\(.)")
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
 
 
 def read_mo(data: bytes, where: str) -> list[tuple[str, list[str]]]:
@@ -49,6 +52,47 @@ def read_mo(data: bytes, where: str) -> list[tuple[str, list[str]]]:
     return pairs
 
 
+def read_po(data: bytes, where: str) -> list[tuple[str, list[str]]]:
+    """The same pairs of a ``.po`` file, without entries marked fuzzy or obsolete.
+
+    Layout: GNU gettext manual, "PO Files".
+
+    Raises:
+        IntegrityError: a line that belongs to no entry, or text that is not UTF-8.
+    """
+    try:
+        lines = data.decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise IntegrityError("a message is not UTF-8", where=where) from error
+    pairs: list[tuple[str, list[str]]] = []
+    entry: dict[str, str] = {}
+    keyword, fuzzy = "", False
+
+    def close() -> None:
+        if "msgid" in entry and not fuzzy:
+            pairs.append((entry["msgid"], [text for key, text in entry.items() if key.startswith("msgstr")]))
+
+    for number, line in enumerate([*lines, ""], 1):
+        text = line.strip()
+        if text.startswith("#") and not (text.startswith("#,") and "fuzzy" in text):
+            continue
+        starts = _PO_LINE.fullmatch(text)
+        first = starts[1] if starts else None
+        # An entry ends at an empty line, at a flag, and where the next one begins.
+        if starts is None or (first in ("msgctxt", "msgid") and "msgid" in entry):
+            if starts is None and text and not text.startswith("#"):
+                raise IntegrityError("not a message catalogue", where=f"{where}, line {number}")
+            close()
+            entry, keyword, fuzzy = {}, "", text.startswith("#")
+        if starts is not None:
+            keyword = first or keyword
+            if not keyword:
+                raise IntegrityError("not a message catalogue", where=f"{where}, line {number}")
+            piece = _PO_ESCAPE.sub(lambda match: _ESCAPED.get(match[1], match[1]), starts[2])
+            entry[keyword] = entry.get(keyword, "") + piece
+    return pairs
+
+
 def catalogue(members: Sequence[Member], *, min_words: int = 3, size: int = 1000) -> Iterator[Document]:
     """Documents of about ``size`` characters: runs of consecutive messages of one catalogue, one a line.
 
@@ -58,7 +102,8 @@ def catalogue(members: Sequence[Member], *, min_words: int = 3, size: int = 1000
     seen: set[str] = set()
     for member in members:
         messages = []
-        for english, forms in read_mo(member.data, member.name):
+        read = read_po if member.name.endswith(".po") else read_mo
+        for english, forms in read(member.data, member.name):
             if not english:
                 continue  # the header
             for form in forms:
