@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
+from lora_spec.acceptance import label_table
 from lora_spec.errors import MissingTierError
 from lora_spec.measure.design import load_design
+from lora_spec.measure.inputs import Inputs
+from lora_spec.measure.units import ArmRunner
 from lora_spec.paths import examples_dir
 from lora_spec.provenance import load_record, load_table
 from lora_spec.substrate.pocket import DRAFTER, TARGET, require_model
@@ -24,14 +32,21 @@ ADAPTER = "german-r8-qv-s80"
 
 
 def small_design(path: Path) -> Path:
-    """The committed screen, cut to four prompts of twelve tokens, limits widened to what these support."""
+    """The committed screen, cut to a few prompts of twelve tokens, limits widened to what these support.
+
+    Two depths, fewer greedy prompts than sampled ones, and a stopping rule that is content with the minimum.
+    """
     config = load_design("phase2_screen.yaml").config()
     config |= {
         "adapters": [ADAPTER],
         "max_tokens": 12,
-        "own": {"start": 0, "count": 4},
+        "depths": [2],
+        "decodings": {"greedy": {"temperature": 0.0, "own": 3, "general": 0}, "t08": {"temperature": 0.8}},
+        "precision": {"se": 0.9, "chunk": 4, "minimum": 4},
+        "own": {"start": 0, "count": 10},
         "general": {"start": 0, "count": 4},
     }
+    config["engine"] |= {"max_num_seqs": 4}
     config["controls"] |= {
         "self_draft_tolerance": 0.2,
         "self_draft_prompts": 4,
@@ -96,8 +111,27 @@ def test_a_killed_run_resumes_and_a_repeated_unit_gives_equal_tokens(ready: None
 
     unit = folder / f"{ADAPTER}.json"
     before = load_table(unit, "requests")
-    assert load_record(unit).results["first_token_changed"].count(True) == 4
+    record = load_record(unit)
+    assert record.results["first_token_changed"] == [True] * 3
+    assert record.results["precision"]["stopped"] == "precision reached"
+    assert set(record.results["lossless"]) == {"german", "german/k2"}
     assert before["accepted_emitted"].sum() > 0
+    served = before.groupby(["k", "decoding", "prompt_set"])["prompt_index"].agg(list).to_dict()
+    expected = {
+        ("t08", "german"): [0, 1, 2, 3],
+        ("t08", "general"): [0, 1, 2, 3],
+        ("greedy", "german"): [0, 1, 2],
+    }
+    assert served == {(k, *key): value for k in (2, 4) for key, value in expected.items()}
+    assert {prompt.split("/")[0] for prompt in record.covers.prompts} == {"german", "general"}
+    assert len(record.covers.prompts) == 8
+    base = load_table(folder / "base--german.json", "requests")
+    assert len(base) == 2 * (10 + 3)
+    greedy = before[before["decoding"] == "greedy"].groupby("prompt_index")["output_sha256"]
+    assert (greedy.nunique() == 1).all(), "greedy output depends on the depth"
+    labels = label_table(pd.concat([base, load_table(folder / "base--general.json", "requests"), before]))
+    assert labels["n_prompts"].tolist() == [4]
+
     unit.unlink()
     run = start(design, results)
     output, _ = run.communicate(timeout=600)
@@ -105,3 +139,22 @@ def test_a_killed_run_resumes_and_a_repeated_unit_gives_equal_tokens(ready: None
     again = load_table(unit, "requests")
     assert again["output_sha256"].tolist() == before["output_sha256"].tolist()
     assert again["accepted_emitted"].tolist() == before["accepted_emitted"].tolist()
+
+
+def test_an_adapter_that_was_never_trained_changes_no_logit(ready: None, tmp_path: Path) -> None:
+    """Beside the base in one engine its first tokens equal the base's bit for bit; a trained one's do not."""
+    null = tmp_path / "null"
+    shutil.copytree(examples_dir() / ADAPTER, null)
+    weights = load_file(null / "adapter_model.safetensors")
+    save_file(
+        {name: np.zeros_like(w) if "lora_B" in name else w for name, w in weights.items()},
+        null / "adapter_model.safetensors",
+    )
+    design = load_design(small_design(tmp_path / "design.yaml"))
+    runner = ArmRunner(Inputs(design))
+    trained = runner.inputs.adapter(ADAPTER)
+    unit = runner.inputs.units[-1]
+    changed = runner.first_tokens_changed(unit, trained, dtype="bfloat16")
+    assert all(changed)
+    unchanged = runner.first_tokens_changed(unit, replace(trained, path=null), dtype="bfloat16")
+    assert unchanged == [False] * len(changed)

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+import yaml
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_spec.acceptance import censor_last_step
-from lora_spec.errors import EngineError, ParamsError
+from lora_spec.errors import EngineError, LoraSpecError, ParamsError
+from lora_spec.measure.collector import Collector, unit_config
 from lora_spec.measure.controls import refuse_base, refuse_self_draft
-from lora_spec.measure.design import FP32, SELF_DRAFT, Design, UnitKind, design_units, load_design
+from lora_spec.measure.design import (
+    FP32,
+    SELF_DRAFT,
+    Design,
+    Precision,
+    UnitKind,
+    design_units,
+    load_design,
+)
 from lora_spec.measure.engine import Completion, lora_slot_rank
 from lora_spec.measure.inputs import Inputs
 from lora_spec.measure.lossless import first_divergences, losslessness
-from lora_spec.measure.rows import request_rows, token_sha256
+from lora_spec.measure.precision import EarlyStop
+from lora_spec.measure.rows import request_rows, token_sha256, unique_ratio
 from lora_spec.measure.scorer import attempted_positions
+from lora_spec.measure.session import Call, serve
 from lora_spec.measure.units import refuse_lossy, refuse_unapplied
 from lora_spec.params import validate
+from lora_spec.pool import load_pool
 
 
 def completion(tokens: list[int], steps: list[int] = (), gap: float = 5.0) -> Completion:
@@ -44,6 +58,139 @@ def test_committed_designs_are_valid_and_ordered() -> None:
         assert len({u.name for u in units}) == len(units)
 
 
+def design_of(name: str = "phase2_screen.yaml", **changes: object) -> Design:
+    """A committed design with some values replaced; a mapping changes only the keys it names."""
+    config = load_design(name).config() | {"adapters": ["german-r16-all-s40", "sql-r64-attention-s24"]}
+    for key, value in changes.items():
+        config[key] = config[key] | value if isinstance(value, dict) and config[key] else value
+    return validate(Design, config, where="test")
+
+
+NO_OVERLAP = {
+    "method": "dflash",
+    "overlap_temperature": None,
+    "controls": {"self_draft_tolerance": None, "self_draft_prompts": None, "overlap_tolerance": None},
+}
+
+
+def unit_configs(design: Design) -> dict[str, dict]:
+    """Config of every record of a design."""
+    units = design_units(design, {name: f"domain_of_{name}" for name in design.adapters})
+    return {unit.name: unit_config(design, unit, "acceptance") for unit in units}
+
+
+def test_the_screen_measures_the_whole_pool() -> None:
+    assert load_design("phase2_screen.yaml").adapters == list(load_pool())
+
+
+def test_a_grown_pool_changes_no_record_of_the_others() -> None:
+    before = unit_configs(design_of())
+    after = unit_configs(design_of(adapters=["german-r16-all-s40", "sql-r64-attention-s24", "new-one"]))
+    assert set(after) - set(before) == {"new-one", "base--domain_of_new-one"}
+    assert all(after[name] == config for name, config in before.items())
+
+
+def test_a_stopping_rule_changes_adapter_records_only() -> None:
+    before = unit_configs(design_of())
+    after = unit_configs(design_of(precision={"se": 0.01, "chunk": 32, "minimum": 64}))
+    adapters = {"german-r16-all-s40", "sql-r64-attention-s24"}
+    assert {name for name in before if before[name] != after[name]} == adapters
+
+
+def test_dflash_designs_skip_only_the_controls_that_score_the_drafter() -> None:
+    domains = {"german-r16-all-s40": "german", "sql-r64-attention-s24": "sql"}
+    units = [unit.name for unit in design_units(design_of(), domains)]
+    assert [unit.name for unit in design_units(design_of(**NO_OVERLAP), domains)] == [
+        name for name in units if name != SELF_DRAFT
+    ]
+    with pytest.raises(ParamsError, match="self_draft_tolerance means nothing for method dflash"):
+        design_of(**NO_OVERLAP | {"controls": {}})
+    with pytest.raises(ParamsError, match="overlap_tolerance is needed for method draft_model"):
+        design_of(controls={"overlap_tolerance": None})
+
+
+def test_overlap_scoring_refuses_a_dflash_design(tmp_path: Path) -> None:
+    path = tmp_path / "design.yaml"
+    path.write_text(yaml.safe_dump(design_of(**NO_OVERLAP).config()))
+    with pytest.raises(LoraSpecError, match="no next-token distribution") as caught:
+        Collector(str(path), "overlap")
+    assert caught.value.code == "no_overlap"
+
+
+def test_prompts_of_a_decoding_lead_the_range_in_both_arms() -> None:
+    design = design_of(
+        own={"start": 5, "count": 9},
+        general={"start": 2, "count": 4},
+        decodings={"greedy": {"temperature": 0.0, "own": 3, "general": 0}},
+    )
+    assert design.indices("german") == design.indices("german", "t08") == range(5, 14)
+    assert design.indices("german", "greedy") == range(5, 8)
+    assert design.indices("general", "greedy") == range(2, 2)
+    assert design.requests("general") == 4 and design.requests("german") == 12
+
+
+def test_a_prompt_set_without_requests_has_no_base_arm() -> None:
+    changes = {"decodings": {"t08": {"temperature": 0.8, "general": 0}}}
+    units = design_units(
+        design_of(**changes), {"german-r16-all-s40": "german", "sql-r64-attention-s24": "sql"}
+    )
+    assert "base--general" not in [unit.name for unit in units]
+    assert [unit.prompt_sets for unit in units[-2:]] == [("german",), ("sql",)]
+
+
+def test_depths_are_measured_after_the_primary_one() -> None:
+    assert design_of().all_depths == [4]
+    deep = design_of(depths=[6, 2, 4])
+    assert deep.all_depths == [4, 2, 6]
+    assert deep.requests("general") == 3 * design_of().requests("general")
+    assert [deep.at_depth("german", k) for k in deep.all_depths] == ["german", "german/k2", "german/k6"]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4)), min_size=8, max_size=40),
+    st.floats(0.001, 0.5),
+    st.integers(2, 12),
+    st.integers(1, 5),
+)
+def test_serving_stops_at_the_first_chunk_whose_standard_error_suffices(
+    counts: list[tuple[int, int]], se: float, minimum: int, chunk: int
+) -> None:
+    """Against an oracle that computes the error of every whole number of chunks by the textbook formula."""
+    steps = [[4] * (a // 4) + [a % 4] + [0] * b for a, b in counts]
+    adapted = [completion(list(range(1 + sum(each) + len(each))), each) for each in steps]
+    indices = range(7, 7 + len(counts))
+    rows = request_rows(adapted, arm="", adapter="", prompt_set="", prompt_indices=indices, decoding="", k=4)
+    base = rows.iloc[::-1].assign(prompt_index=list(indices))  # other counts on the same prompts
+    stop = EarlyStop(Precision(se=se, chunk=chunk, minimum=minimum), base, indices, 4)
+
+    def error(n: int) -> float:
+        ends = []
+        for table in (base, rows):
+            a = table["accepted_emitted"].to_numpy(float)[:n]
+            m = a + table["rejections"].to_numpy(float)[:n]
+            ends.append((a - a.sum() / m.sum() * m) / m.mean())
+        return float((ends[1] - ends[0]).std(ddof=1) / math.sqrt(n))
+
+    sizes = [*range(chunk, len(counts), chunk), len(counts)]
+    expected = next((n for n in sizes if n >= minimum and error(n) <= se), len(counts))
+
+    class Server:
+        def generate(self, requests: list[Completion], **_: object) -> list[Completion]:
+            return requests
+
+    done = serve(Server(), Call(adapted, 0.8, 48, stop=stop))
+    assert len(done) == expected
+    report = stop.report(done)
+    assert report["prompts"] == expected and report["se"] == pytest.approx(error(expected))
+    assert (report["stopped"] == "precision reached") == (expected >= minimum and error(expected) <= se)
+
+
+def test_looping_output_is_told_by_its_distinct_tokens() -> None:
+    assert unique_ratio([7, 8] * 10) == pytest.approx(0.1)
+    assert unique_ratio(range(20)) == 1.0
+
+
 def test_phase1_measures_prompts_that_phase2_does_not() -> None:
     first, second = load_design("phase1_measurement.yaml"), load_design("phase2_screen.yaml")
     for a, b in ((first.own, second.own), (first.general, second.general)):
@@ -60,6 +207,11 @@ def test_phase1_measures_prompts_that_phase2_does_not() -> None:
         ({"output": "../../elsewhere"}, "output"),
         ({"phase": "nine"}, "phase"),
         ({"overlap_temperature": math.inf}, "overlap_temperature"),
+        ({"depths": [4, 0]}, "depths"),
+        ({"decodings": {"t08": {"temperature": 0.8}}}, "exactly one greedy"),
+        ({"decodings": {"greedy": {"temperature": 0.0, "own": 97}}}, "more own prompts"),
+        ({"precision": {"se": 0.01, "chunk": 48, "minimum": 64}}, "multiple of max_num_seqs"),
+        ({"schema": "lora-spec-design/1"}, "schema"),
     ],
 )
 def test_a_wrong_parameter_is_named(change: dict, message: str) -> None:
@@ -137,6 +289,7 @@ def test_token_hash_is_of_little_endian_int32() -> None:
     ("refuse", "code"),
     [
         (lambda: refuse_unapplied("u", 1.0, [False, False]), "adapter_not_applied"),
+        (lambda: refuse_unapplied("u", 0.0, [False, True]), "null_adapter_applied"),
         (lambda: refuse_lossy("u", {"lossless": False, "max_gap_nats": 1.0}), "not_lossless"),
         (
             lambda: refuse_self_draft({"t08/probabilistic": {"alpha": 0.4, "expected": 1.0}}, 0.03),

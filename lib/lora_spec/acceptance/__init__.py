@@ -21,11 +21,13 @@ from lora_spec.acceptance.effects import (
     paired_alpha,
     paired_effect,
     prompts_needed,
+    ratio_units,
     reliability,
 )
-from lora_spec.acceptance.labels import label_table
+from lora_spec.acceptance.labels import PRIMARY_DECODING, label_table
 
 __all__ = [
+    "PRIMARY_DECODING",
     "Censored",
     "PairedEffect",
     "Rates",
@@ -45,5 +47,6 @@ __all__ = [
     "pooled_rates",
     "position_counts",
     "prompts_needed",
+    "ratio_units",
     "reliability",
 ]

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from lora_spec.acceptance.counts import check_requests, pooled_rates
+from lora_spec.acceptance.counts import check_requests, k_mismatch, pooled_rates
 from lora_spec.acceptance.effects import PairedEffect, check_base_floor, paired_alpha, paired_effect
 from lora_spec.errors import EvidenceError
 
 GENERAL = "general"
 PRIMARY_DECODING = "t08"
+PRIMARY_K = 4
 OVERLAP_TEMPERATURE = 0.8
 LABEL_COLUMNS = (
     "adapter",
@@ -40,14 +41,16 @@ def label_table(
     *,
     families: Mapping[str, str] | None = None,
     base_floor: float | None = None,
+    k: int | None = None,
 ) -> pd.DataFrame:
-    """Labels of every adapter in a screen.
+    """Labels of every adapter in a screen, at one depth.
 
     Args:
         requests: ``requests`` tables of all screen units, base and adapted arms, concatenated.
         overlap: ``overlap`` tables of all score units, concatenated; None leaves ``delta_overlap`` NaN.
         families: shift family by domain; domains it lacks get "".
         base_floor: smallest α̂ a base arm may have at T = 0.8.
+        k: the depth; without it the only one that was measured, or of several that of the primary label.
 
     Returns:
         One row per adapter, sorted by name, with the columns of `LABEL_COLUMNS`. ``delta_alpha`` is the
@@ -60,6 +63,7 @@ def label_table(
             other.
     """
     check_requests(requests)
+    requests = requests[requests["k"] == (k or _primary_depth(requests))]
     adapted = requests[requests["arm"] == "adapted"]
     if adapted.empty:
         raise EvidenceError("no adapted arm among the records", code="no_adapters")
@@ -70,6 +74,15 @@ def label_table(
     return pd.DataFrame(rows, columns=list(LABEL_COLUMNS))
 
 
+def _primary_depth(requests: pd.DataFrame) -> int:
+    depths = sorted(set(requests["k"].astype(int)))
+    if len(depths) == 1:
+        return depths[0]
+    if PRIMARY_K not in depths:
+        raise k_mismatch("labels", depths)
+    return PRIMARY_K
+
+
 def _adapter_row(
     name: str,
     group: pd.DataFrame,
@@ -78,18 +91,20 @@ def _adapter_row(
     families: Mapping[str, str],
     base_floor: float | None,
 ) -> dict[str, object]:
-    own = sorted(set(group["prompt_set"]) - {GENERAL})
-    if len(own) != 1:
+    domains = sorted(set(group["prompt_set"]) - {GENERAL})
+    if len(domains) != 1:
         raise EvidenceError(
-            f"adapter has {len(own)} own domains instead of one", where=name, code="own_domain"
+            f"adapter has {len(domains)} own domains instead of one", where=name, code="own_domain"
         )
-    domain = own[0]
+    domain = domains[0]
     primary = _effect(name, group, requests, domain, PRIMARY_DECODING)
     if primary is None:
         raise EvidenceError(f"no {PRIMARY_DECODING} request on {domain}", where=name, code="no_requests")
     if base_floor is not None:
         check_base_floor(primary.base, base_floor, where=domain)
-    rates = [pooled_rates(_arm(table, domain, PRIMARY_DECODING)) for table in (_base(requests), group)]
+    own = _arm(group, domain, PRIMARY_DECODING)
+    base = _arm(_base(requests), domain, PRIMARY_DECODING)
+    rates = [pooled_rates(arm) for arm in (base[base["prompt_index"].isin(own["prompt_index"])], own)]
     row: dict[str, object] = {
         "adapter": name,
         "domain": domain,

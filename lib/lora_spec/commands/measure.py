@@ -27,7 +27,7 @@ def _run(
     if execute:
         collector.execute(workers=workers, only=only or (), replace_stale=replace_stale)
         return
-    problems = collector.problems()
+    problems = collector.problems(only or ())
     console = Console()
     if problems:
         console.print("[bold]These inputs must be mended first:[/bold]")

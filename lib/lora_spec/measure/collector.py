@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from lora_spec.errors import EvidenceError, LoraSpecError, printable
+from lora_spec.errors import EvidenceError, LoraSpecError, exit_status
 from lora_spec.measure.design import (
     GENERAL,
     Design,
@@ -20,8 +20,12 @@ from lora_spec.measure.design import (
     load_design,
 )
 from lora_spec.measure.inputs import Inputs, validate
+from lora_spec.measure.overlap import no_overlap
 from lora_spec.paths import cache_dir, rel
-from lora_spec.provenance import EvidenceClass, Record, load_record, new_record, write_record
+from lora_spec.provenance import EvidenceClass, Record, load_record, load_table, new_record, write_record
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Task = Literal["acceptance", "overlap"]
 State = Literal["done", "to do", "stale"]
@@ -47,6 +51,8 @@ def unit_config(design: Design, unit: MeasureUnit, task: Task) -> dict[str, Any]
     del config["adapters"]
     if unit.kind is not UnitKind.CONTROL:
         del config["controls"]["fp32_adapters"]
+    if unit.kind is not UnitKind.ADAPTER:
+        del config["precision"]
     return {
         "design": config,
         "unit": asdict(unit) | {"kind": unit.kind.value, "prompt_sets": list(unit.prompt_sets)},
@@ -61,6 +67,8 @@ class Collector:
         self.design_path = design_path
         self.task: Task = task
         self.design = load_design(design_path)
+        if task == "overlap" and not self.design.has_overlap:
+            raise no_overlap(self.design)
         self.inputs = Inputs(self.design)
         self.directory = self.design.directory()
         if task == "overlap":
@@ -102,24 +110,28 @@ class Collector:
         for unit in units:
             if only and unit.name not in only:
                 continue
-            prompts = sum(self.design.range_of(s).count for s in unit.prompt_sets)
-            decodings = len(self.design.decodings) if self.task == "acceptance" else 1
-            rows.append(PlannedUnit(unit, self.path(unit), self.state(unit), prompts * decodings))
+            if self.task == "acceptance":
+                requests = sum(self.design.requests(s) for s in unit.prompt_sets)
+            else:
+                requests = self.design.own.count
+            rows.append(PlannedUnit(unit, self.path(unit), self.state(unit), requests))
         return rows
 
-    def problems(self) -> list[str]:
-        """What is wrong with the frozen inputs, without importing torch or vLLM."""
-        return validate(self.inputs, self.units())
+    def problems(self, only: Sequence[str] = ()) -> list[str]:
+        """What is wrong with the frozen inputs of every unit, or of those named, without importing torch or
+        vLLM."""
+        return validate(self.inputs, [u for u in self.units() if not only or u.name in only])
 
-    def covers(self, unit: MeasureUnit) -> dict[str, list[str]]:
-        """What the record of ``unit`` is about."""
+    def covers(self, unit: MeasureUnit, tables: Mapping[str, pd.DataFrame]) -> dict[str, list[str]]:
+        """What the record of ``unit`` is about; its prompts are those in its tables."""
         adapter = [] if unit.adapter is None else [self.inputs.adapter(unit.adapter).content_hash]
         domain = [] if unit.domain in (None, GENERAL) else [str(unit.domain)]
-        sets = unit.prompt_sets if unit.kind is not UnitKind.CONTROL else ()
-        if self.task == "overlap":
-            sets = sets[:1]
-        prompts = [f"{s}/{i}" for s in sets for i in self.inputs.indices(s)]
-        return {"adapters": adapter, "domains": domain, "prompts": prompts}
+        prompts = [
+            f"{prompt_set}/{index}"
+            for table in tables.values()
+            for prompt_set, index in zip(table["prompt_set"], table["prompt_index"], strict=True)
+        ]
+        return {"adapters": adapter, "domains": domain, "prompts": list(dict.fromkeys(prompts))}
 
     def execute_unit(self, name: str) -> Record:
         """Run one unit in this process and write its record.
@@ -134,7 +146,7 @@ class Collector:
             from lora_spec.measure.controls import run_unit
             from lora_spec.measure.units import ArmRunner
 
-            outcome = run_unit(ArmRunner(self.inputs), unit)
+            outcome = run_unit(ArmRunner(self.inputs), unit, self._base_requests(unit))
             results, tables, fixes = outcome.results, outcome.tables, outcome.fixes
         else:
             from lora_spec.measure.overlap import score_unit
@@ -148,11 +160,17 @@ class Collector:
             config=unit_config(self.design, unit, self.task),
             seed=self.design.seed,
             revisions=self.inputs.revisions(unit),
-            covers=self.covers(unit),
+            covers=self.covers(unit, tables),
             results=results,
             runtime_extra={"engine_fixes": fixes} if fixes else {},
         )
         return write_record(self.path(unit), record, tables)
+
+    def _base_requests(self, unit: MeasureUnit) -> pd.DataFrame | None:
+        """The base arm's requests on the adapter's own prompts, where a stopping rule compares with them."""
+        if unit.kind is not UnitKind.ADAPTER or self.design.precision is None:
+            return None
+        return load_table(self.path(find_unit(self.units(), base_unit_name(unit.prompt_sets[0]))), "requests")
 
     def _require_prerequisites(self, unit: MeasureUnit) -> None:
         """Controls before bases, and the base arm of each prompt set before an adapter on it."""
@@ -177,7 +195,7 @@ class Collector:
         """
         from lora_spec.queue import Unit, run_queue
 
-        problems = self.problems()
+        problems = self.problems(only)
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise LoraSpecError(problems[0] + more, where=self.design.experiment)
@@ -223,12 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("task", choices=["acceptance", "overlap"])
     parser.add_argument("unit")
     args = parser.parse_args(argv)
-    try:
-        Collector(args.design, args.task).execute_unit(args.unit)
-    except LoraSpecError as error:
-        print(f"lora-spec: error: {printable(error)}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(lambda: Collector(args.design, args.task).execute_unit(args.unit))
 
 
 if __name__ == "__main__":

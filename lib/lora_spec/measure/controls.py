@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from lora_spec.acceptance import alpha_hat
-from lora_spec.errors import EngineError
+from lora_spec.errors import EngineError, LoraSpecError
 from lora_spec.measure.design import FP32, SELF_DRAFT, MeasureUnit, UnitKind
 from lora_spec.measure.engine import Completion
 from lora_spec.measure.lossless import losslessness
@@ -19,22 +19,25 @@ from lora_spec.measure.session import run_session
 from lora_spec.measure.units import ArmRunner, UnitOutcome, measure_unit, refuse_lossy
 
 
-def run_unit(runner: ArmRunner, unit: MeasureUnit) -> UnitOutcome:
+def run_unit(runner: ArmRunner, unit: MeasureUnit, base: pd.DataFrame | None = None) -> UnitOutcome:
     """Run a unit of any kind with all the controls that belong to it.
+
+    Args:
+        runner, unit: what to run. base: the base arm's ``requests`` table, for an adapter's stopping rule.
 
     Raises:
         EngineError: a control fails; nothing of the unit is evidence.
     """
     if unit.kind is UnitKind.CONTROL:
         return {SELF_DRAFT: self_draft, FP32: fp32_lossless}[unit.name](runner, unit)
-    outcome = measure_unit(runner, unit)
+    outcome = measure_unit(runner, unit, base)
     if unit.kind is UnitKind.BASE:
         outcome.results["base_controls"] = base_alpha_controls(runner, unit, outcome.tables["requests"])
     return outcome
 
 
 def self_draft(runner: ArmRunner, unit: MeasureUnit) -> UnitOutcome:
-    """A drafter equal to the target: its drafts must all be accepted, in each decoding mode of the run.
+    """A drafter equal to the target: all its drafts must be accepted, in each mode, at the primary depth.
 
     With greedy drafts at T > 0 the accepted share must be the mean probability of the target's most likely
     token, taken teacher-forced over the judged positions.
@@ -43,6 +46,9 @@ def self_draft(runner: ArmRunner, unit: MeasureUnit) -> UnitOutcome:
         EngineError: a mode misses by more than the design's tolerance.
     """
     design, (prompt_set,) = runner.design, unit.prompt_sets
+    if design.controls.self_draft_prompts is None or design.controls.self_draft_tolerance is None:
+        raise LoraSpecError(f"method {design.method} has no self-draft control", where=design.experiment)
+    chosen = design.indices(prompt_set)[: design.controls.self_draft_prompts]
     modes: dict[str, dict[str, float]] = {}
     fixes: dict[str, str] = {}
     for drafts in ("probabilistic", "greedy"):
@@ -51,9 +57,7 @@ def self_draft(runner: ArmRunner, unit: MeasureUnit) -> UnitOutcome:
         )
         # Probabilistic drafts are greedy ones under greedy decoding, so one of the two suffices there.
         names = [n for n, d in design.decodings.items() if drafts == "probabilistic" or d.temperature > 0]
-        requests = {
-            n: runner.requests(prompt_set, n, None, design.controls.self_draft_prompts) for n in names
-        }
+        requests = {n: runner.requests(prompt_set, n, None, chosen) for n in names}
         done = run_session(spec, [runner.call(requests[n], n) for n in names])
         fixes = done.fixes
         for name, completions in zip(names, done.completions, strict=True):
@@ -123,7 +127,8 @@ def fp32_lossless(runner: ArmRunner, unit: MeasureUnit) -> UnitOutcome:
     fixes: dict[str, str] = {}
     for name in [None, *controls.fp32_adapters]:
         adapter = runner.inputs.adapter(name) if name else None
-        requests = runner.requests(prompt_set, runner.greedy, adapter, controls.fp32_prompts)
+        chosen = runner.design.indices(prompt_set)[: controls.fp32_prompts]
+        requests = runner.requests(prompt_set, runner.greedy, adapter, chosen)
         outputs = []
         for speculative in (False, True):
             spec = runner.engine_spec(adapter, speculative=speculative, dtype="float32")
@@ -138,29 +143,38 @@ def fp32_lossless(runner: ArmRunner, unit: MeasureUnit) -> UnitOutcome:
 
 
 def base_alpha_controls(runner: ArmRunner, unit: MeasureUnit, requests: pd.DataFrame) -> dict[str, Any]:
-    """Base α̂ of every decoding against the floor; of the sampled one against overlap on the same tokens.
+    """Base α̂ of every decoding and depth against the floor; of a draft model's sampled ones also against
+    overlap on the same tokens.
 
     Raises:
         EngineError: under the floor, or further from the overlap than the design's tolerance.
     """
     design, (prompt_set,) = runner.design, unit.prompt_sets
     prompts = runner.inputs.prompts(prompt_set)
+    models = (
+        {
+            "target": load_model(runner.inputs.target_path),
+            "drafter": load_model(runner.inputs.drafter_path),
+        }
+        if design.has_overlap
+        else None
+    )
     out: dict[str, Any] = {}
-    for decoding, group in requests.groupby("decoding"):
+    for (decoding, k), group in requests.groupby(["decoding", "k"]):
         alpha = alpha_hat(group["accepted_emitted"].sum(), group["rejections"].sum())
-        out[decoding] = {"alpha": alpha, "floor": design.controls.base_alpha_floor}
+        check = {"alpha": alpha, "floor": design.controls.base_alpha_floor}
         temperature = design.decodings[decoding].temperature
-        if temperature > 0:
+        if temperature > 0 and models is not None:
             overlap = attempted_overlap(
                 [prompts.eval[i][: prompts.prompt] for i in group["prompt_index"]],
                 [list(t) for t in group["tokens"]],
                 [list(s) for s in group["steps_accepted"]],
-                design.num_speculative_tokens,
+                int(k),
                 temperature,
-                target=load_model(runner.inputs.target_path),
-                drafter=load_model(runner.inputs.drafter_path),
+                **models,
             )
-            out[decoding] |= {"overlap_same_tokens": overlap, "tolerance": design.controls.overlap_tolerance}
+            check |= {"overlap_same_tokens": overlap, "tolerance": design.controls.overlap_tolerance}
+        out[design.at_depth(decoding, k)] = check
     refuse_base(unit.name, out)
     return out
 

@@ -62,6 +62,7 @@ class EngineSpec:
     Attributes:
         target: model directory.
         drafter: drafter directory, or ``None`` for no speculation.
+        method: how vLLM drafts with it, ``draft_model`` or ``dflash``.
         adapter: PEFT directory, or ``None``; LoRA support is on either way when ``max_lora_rank`` is set.
         max_lora_rank: rank slots of the engine, or ``None`` to run without LoRA support.
         draft_sampling: ``probabilistic`` or ``greedy`` drafts at T > 0.
@@ -71,6 +72,7 @@ class EngineSpec:
     params: EngineParams
     seed: int
     drafter: Path | None = None
+    method: str = "draft_model"
     num_speculative_tokens: int = 0
     draft_sampling: str = "probabilistic"
     adapter: Path | None = None
@@ -180,7 +182,7 @@ def _top2(entry: dict[int, Any]) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def running_engine(spec: EngineSpec) -> Iterator[Engine]:
-    """Start an engine with the CPU mending and the per-request draft seeds in place, and free it afterwards.
+    """Start an engine with all repairs and the per-request draft seeds in place, and free it afterwards.
 
     Raises:
         MissingTierError: vLLM is not installed.
@@ -217,7 +219,7 @@ def running_engine(spec: EngineSpec) -> Iterator[Engine]:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": spec.max_lora_rank}
     if spec.drafter is not None:
         options["speculative_config"] = {
-            "method": "draft_model",
+            "method": spec.method,
             "model": str(spec.drafter),
             "num_speculative_tokens": spec.num_speculative_tokens,
             "draft_sample_method": spec.draft_sampling,

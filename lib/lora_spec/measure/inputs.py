@@ -10,6 +10,7 @@ from typing import Any
 from lora_spec.checkpoint import BaseGeometry, read_adapter
 from lora_spec.errors import LoraSpecError, ParamsError
 from lora_spec.features import feature_row
+from lora_spec.files import canonical_sha256
 from lora_spec.measure.design import Design, MeasureUnit, design_units
 from lora_spec.models import load_models
 from lora_spec.paths import adapter_dir
@@ -55,6 +56,7 @@ class Inputs:
         self.target_path = model_dir(design.target)
         self.drafter_path = model_dir(design.drafter)
         self._adapters: dict[str, AdapterInput] = {}
+        self._prompts: dict[str, PromptSet] = {}
         self.units = design_units(design, self.domain_of)
 
     def prompts(self, prompt_set: str) -> PromptSet:
@@ -63,19 +65,22 @@ class Inputs:
         Raises:
             ParamsError: fewer windows than the design asks for.
         """
-        loaded = load_prompts(prompt_set)
-        wanted = self.design.range_of(prompt_set)
-        if len(loaded.eval) < wanted.start + wanted.count:
+        if prompt_set not in self._prompts:
+            self._prompts[prompt_set] = load_prompts(prompt_set)
+        loaded = self._prompts[prompt_set]
+        needed = self.design.indices(prompt_set).stop
+        if len(loaded.eval) < needed:
             raise ParamsError(
-                f"{len(loaded.eval)} windows where the design needs {wanted.start + wanted.count}",
-                where=prompt_set,
+                f"{len(loaded.eval)} windows where the design needs {needed}",
+                where=f"prompt set {prompt_set}",
+                fix="freeze more windows of it",
             )
         return loaded
 
-    def indices(self, prompt_set: str) -> range:
-        """Window numbers of the design's range."""
-        wanted = self.design.range_of(prompt_set)
-        return range(wanted.start, wanted.start + wanted.count)
+    def windows_sha256(self, prompt_set: str) -> str:
+        """Hash of the windows that the design uses; others may join the set without changing it."""
+        windows = self.prompts(prompt_set).eval
+        return canonical_sha256([windows[i] for i in self.design.indices(prompt_set)])
 
     def adapter(self, name: str) -> AdapterInput:
         """Read one adapter through the safe reader.
@@ -118,7 +123,7 @@ class Inputs:
         revisions: dict[str, Any] = {
             "target": {"key": design.target, "sha256": self.weights_sha256[design.target]},
             "drafter": {"key": design.drafter, "sha256": self.weights_sha256[design.drafter]},
-            "prompts": {name: self.prompts(name).sha256 for name in unit.prompt_sets},
+            "prompts": {name: self.windows_sha256(name) for name in unit.prompt_sets},
         }
         if unit.adapter is not None:
             revisions["adapter"] = {

@@ -6,9 +6,20 @@ from typing import Any
 
 import pandas as pd
 
-from lora_spec.measure.design import MeasureUnit
+from lora_spec.errors import LoraSpecError
+from lora_spec.measure.design import Design, MeasureUnit
 from lora_spec.measure.inputs import Inputs
 from lora_spec.measure.scorer import load_model, score_windows
+
+
+def no_overlap(design: Design) -> LoraSpecError:
+    """The refusal to score a pair whose drafter has no next-token distribution."""
+    return LoraSpecError(
+        f"a drafter of method {design.method} has no next-token distribution to score",
+        where=design.experiment,
+        fix="such a pair is labelled by counted acceptance alone: run `lora-spec measure`",
+        code="no_overlap",
+    )
 
 
 def score_unit(inputs: Inputs, unit: MeasureUnit) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
@@ -16,14 +27,19 @@ def score_unit(inputs: Inputs, unit: MeasureUnit) -> tuple[dict[str, Any], dict[
 
     Returns:
         The record's results, and the table ``overlap`` with one row a window.
+
+    Raises:
+        LoraSpecError: the design's drafter has no distribution to score.
     """
+    design = inputs.design
+    if design.overlap_temperature is None:
+        raise no_overlap(design)
     import torch
 
-    design = inputs.design
     torch.set_num_threads(design.engine.threads)
     prompt_set = unit.prompt_sets[0]
     prompts = inputs.prompts(prompt_set)
-    indices = inputs.indices(prompt_set)
+    indices = design.indices(prompt_set)
     target = load_model(inputs.target_path)
     drafter = load_model(inputs.drafter_path)
     adapted = None

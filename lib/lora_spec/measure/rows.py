@@ -17,6 +17,11 @@ def token_sha256(tokens: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(tokens, dtype="<i4").tobytes()).hexdigest()
 
 
+def unique_ratio(tokens: Sequence[int]) -> float:
+    """Distinct tokens / tokens: low where an output loops. NaN of an empty output."""
+    return len(set(tokens)) / len(tokens) if len(tokens) else float("nan")
+
+
 def request_rows(
     completions: Sequence[Completion],
     *,
@@ -54,6 +59,7 @@ def request_rows(
             "rejections": counts["rejections"].to_numpy(dtype=np.int32),
             "al_vllm": [al_vllm(sum(s), len(s)) for s in steps],
             "al_emitted": [al_emitted(n, len(s)) for n, s in zip(lengths, steps, strict=True)],
+            "unique_ratio": np.asarray([unique_ratio(c.tokens) for c in completions], dtype=np.float32),
             "latency_s": np.asarray([c.latency_s for c in completions], dtype=np.float32),
         }
     )

@@ -9,17 +9,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from lora_spec.errors import EngineError
-from lora_spec.measure.engine import Completion, EngineSpec, Request, prepare_process, running_engine
+from lora_spec.measure.engine import (
+    Completion,
+    Engine,
+    EngineSpec,
+    Request,
+    prepare_process,
+    running_engine,
+)
+from lora_spec.measure.precision import EarlyStop
 
 
 @dataclass(frozen=True)
 class Call:
-    """One ``generate`` over a list of requests."""
+    """One list of requests to serve; with ``stop`` in chunks, and no further than it says."""
 
     requests: Sequence[Request]
     temperature: float
     max_tokens: int
     logprobs: int | None = None
+    stop: EarlyStop | None = None
 
 
 @dataclass(frozen=True)
@@ -30,20 +39,28 @@ class SessionResult:
     fixes: dict[str, str]
 
 
+def serve(engine: Engine, call: Call) -> list[Completion]:
+    """Completions of the call's requests, or of as many leading ones as its stopping rule asks for."""
+    size = call.stop.rule.chunk if call.stop else max(1, len(call.requests))
+    done: list[Completion] = []
+    for start in range(0, len(call.requests), size):
+        done += engine.generate(
+            call.requests[start : start + size],
+            temperature=call.temperature,
+            max_tokens=call.max_tokens,
+            logprobs=call.logprobs,
+        )
+        if call.stop and call.stop.enough(done):
+            break
+    return done
+
+
 def run_calls(spec: EngineSpec, calls: Sequence[Call]) -> SessionResult:
     """Start an engine here, serve ``calls`` in order, stop it."""
     from lora_spec.serving import status
 
     with running_engine(spec) as engine:
-        completions = [
-            engine.generate(
-                call.requests,
-                temperature=call.temperature,
-                max_tokens=call.max_tokens,
-                logprobs=call.logprobs,
-            )
-            for call in calls
-        ]
+        completions = [serve(engine, call) for call in calls]
         return SessionResult(completions, dict(status()))
 
 
