@@ -38,6 +38,16 @@ class PairedEffect:
     n: int
 
 
+def ratio_units(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """Linearised value of each unit for a ratio r of sums: (a_i - r n_i) / mean(n), which sum to zero.
+
+    Args:
+        numerator, denominator: a and n, shape (units,). Their covariance over √n with the units of another
+            ratio on the same units is the covariance of the two ratios' errors.
+    """
+    return (numerator - numerator.sum() / denominator.sum() * denominator) / denominator.mean()
+
+
 def paired_effect(
     base_num: Sequence[float],
     base_den: Sequence[float],
@@ -71,7 +81,7 @@ def paired_effect(
     if nb.sum() <= 0 or na.sum() <= 0:
         raise EvidenceError("an arm without a single draft tried", code="no_trials")
     base, adapted = b.sum() / nb.sum(), a.sum() / na.sum()
-    unit = (a - adapted * na) / na.mean() - (b - base * nb) / nb.mean()
+    unit = ratio_units(a, na) - ratio_units(b, nb)
     unit_sd = float(unit.std(ddof=1))
     weights = np.random.default_rng(seed).multinomial(n, np.full(n, 1.0 / n), size=draws).astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
