@@ -21,6 +21,7 @@ from lora_spec.paths import examples_dir, params_dir
 from lora_spec.pool import MODULES, Pool, Recipe, Training, load_pool, load_pool_file, load_recorded_hashes
 from lora_spec.substrate import adapters, train
 from lora_spec.substrate.corpora import load_corpora
+from lora_spec.substrate.extractors import Document
 
 TEXTS = [f"line {number} of a made-up text that repeats itself, {number * 7919}" for number in range(60)]
 """Documents of about 50 byte tokens each."""
@@ -170,8 +171,38 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_plan_trains_nothing(cache: Path) -> None:
     states = adapters.plan_adapters()
     assert [state.recipe.name for state in states] == list(load_pool())
-    assert all(state.problem == "not trained" and state.cpu_seconds > 0 for state in states)
+    assert all(state.problem == "not trained" for state in states)
+    # A checkpoint costs nothing beside the end of its run, and what it takes to get there alone.
+    notes = {state.recipe.name: state.note for state in states}
+    for state in states:
+        assert (state.cpu_seconds == 0) == (state.recipe.schedule_steps is not None), state.recipe.name
+    (alone,) = adapters.plan_adapters(["german-r32-all-s30of120"])
+    assert alone.note == notes["german-r32-all-s30of120"] == "checkpoint of german-r32-all-s120"
+    assert alone.cpu_seconds > 0
+    assert notes["html-r16-all-s0"] == "control: no update" and notes["german-r8-qv-s80"] == ""
+    assert notes["python-r8-all-s32-seed212"] == "one of 3 seeds"
     assert not cache.exists()
+
+
+def test_plan_shows_whole_names_where_there_is_no_terminal(cli) -> None:
+    done = cli("adapters")
+    assert done.returncode == 0
+    for name in load_pool():
+        assert f" {name} " in done.stdout
+
+
+def test_the_queue_trains_each_run_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    units = []
+    monkeypatch.setattr(adapters, "run_queue", lambda given, **_: units.extend(given))
+    for name in {r.domain for r in load_pool().values()}:
+        adapters.corpus_path(name).parent.mkdir(parents=True)
+        adapters.corpus_path(name).write_text("")
+    adapters.train_adapters()
+    trained = [name for unit in units for name in unit.argv[3:]]
+    assert sorted(trained) == sorted(load_pool())
+    by_name = {unit.name: unit.argv[3:] for unit in units}
+    assert by_name["c-r32-all-s100"] == ["c-r32-all-s25of100", "c-r32-all-s100"]
+    assert not any(unit.is_done() for unit in units)
 
 
 def test_missing_corpus_is_named_before_anything_runs(cache: Path) -> None:
@@ -331,6 +362,41 @@ def test_a_checkpoint_is_the_state_of_its_run_at_that_step(base: Path) -> None:
     assert any(not torch.equal(end.tensors[key], tensor) for key, tensor in middle.tensors.items())
     # A run of four steps has another schedule, so it is no checkpoint.
     assert any(not torch.equal(short.tensors[key], tensor) for key, tensor in middle.tensors.items())
+
+
+@pytest.mark.torch
+def test_a_run_is_trained_once_and_a_lost_checkpoint_comes_back_equal(
+    base: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = recipe(name="tiny-r2-all-s4", steps=4)
+    middle = recipe(name="tiny-r2-all-s2of4", steps=2, schedule_steps=4)
+    pool = Pool(training=training(), adapters=(end, middle, recipe(name="tiny-r2-all-s3")))
+    corpus = adapters.corpus_path("german")
+    corpus.parent.mkdir(parents=True)
+    corpus.write_text("made up")
+    monkeypatch.setattr(train, "load_pool_file", lambda: pool)
+    monkeypatch.setattr(train, "require_model", lambda name: base)
+    monkeypatch.setattr(train, "read_documents", lambda *_: [Document(text, text) for text in TEXTS])
+    names = [end.name, middle.name]
+    with pytest.raises(ParamsError, match="adapters of one run"):
+        train.train_named([*names, "tiny-r2-all-s3"])
+    said: list[str] = []
+    train.train_named(names, said.append)
+    assert sum(line.startswith("step 1/") for line in said) == 1
+    assert all(
+        adapters.find_adapter_problem(adapters.trained_dir(name), name, pool) is None for name in names
+    )
+    weights = [adapters.trained_dir(name) / "adapter_model.safetensors" for name in names]
+    before = [path.read_bytes() for path in weights]
+    weights[1].write_bytes(b"damaged")
+    made = weights[0].stat().st_mtime_ns
+    said.clear()
+    train.train_named(names, said.append)
+    assert [path.read_bytes() for path in weights] == before
+    assert weights[0].stat().st_mtime_ns == made and "step 2/2" in " ".join(said)
+    said.clear()
+    train.train_named(names, said.append)
+    assert said == [f"{middle.name}: done before", f"{end.name}: done before"]
 
 
 @pytest.mark.torch

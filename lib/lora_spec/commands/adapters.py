@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -24,9 +25,9 @@ def register(app: typer.Typer) -> None:
             typer.Option("--record-hashes", help="Write the trained hashes to params/adapter_hashes.yaml."),
         ] = False,
     ) -> None:
-        """Train the LoRA adapters declared in params/adapter_pool.yaml (cpu tier, about a CPU-minute each).
+        """Train the LoRA adapters declared in params/adapter_pool.yaml (cpu tier, about 70 CPU-seconds each).
 
-        Saved whole after each adapter; a killed run is continued by the next.
+        Saved whole after each adapter; a killed queue is continued by the next.
         """
         from lora_spec.substrate.adapters import plan_adapters, record_hashes_file, train_adapters
 
@@ -48,8 +49,9 @@ def _print(states: list, title: str) -> None:
 
     weights = {None: "", True: " (as recorded)", False: " (other weights than recorded)"}
     table = Table(title=title)
-    for name in ("adapter", "alpha", "rate", "CPU-s", "state"):
-        table.add_column(name, justify="left" if name in ("adapter", "state") else "right", no_wrap=True)
+    left = ("adapter", "note", "state")
+    for name in ("adapter", "alpha", "rate", "CPU-s", "note", "state"):
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     for state in states:
         recipe = state.recipe
         table.add_row(
@@ -57,6 +59,8 @@ def _print(states: list, title: str) -> None:
             f"{recipe.alpha}{' (rs)' if recipe.rslora else ''}",
             f"{recipe.learning_rate:g}",
             f"{state.cpu_seconds:.0f}",
+            state.note,
             state.problem or f"done{weights[state.reproduced]}",
         )
-    Console(soft_wrap=True).print(table)
+    # A file or a pipe has no width to fit into, and cut names would be of no use there.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)

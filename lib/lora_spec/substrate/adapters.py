@@ -43,12 +43,14 @@ class AdapterState:
 
     Attributes:
         recipe: what is declared.
-        cpu_seconds: estimate for training it.
+        note: what it is among the others: a checkpoint, one of several seeds, a control; else empty.
+        cpu_seconds: estimate for training it; 0 for a checkpoint that is saved on the way to another.
         problem: why it must be trained, or None when it is done.
         reproduced: whether its weights are the recorded ones; None when nothing is recorded for its recipe.
     """
 
     recipe: Recipe
+    note: str
     cpu_seconds: float
     problem: str | None
     reproduced: bool | None
@@ -128,16 +130,30 @@ def plan_adapters(only: Sequence[str] = ()) -> list[AdapterState]:
         ParamsError: an unknown name, or a damaged parameter file.
     """
     pool, recorded = load_pool_file(), load_recorded_hashes()
+    selected = _selected(pool, only)
+    problems = {r.name: find_adapter_problem(trained_dir(r.name), r.name, pool) for r in selected}
+    todo = runs_of(recipe for recipe in selected if problems[recipe.name])
     states = []
-    for recipe in _selected(pool, only):
-        directory = trained_dir(recipe.name)
-        problem = find_adapter_problem(directory, recipe.name, pool)
+    for recipe in selected:
+        directory, problem = trained_dir(recipe.name), problems[recipe.name]
         known, side = recorded.get(recipe.name), read_side_file(directory)
         reproduced = None
         if problem is None and side and known and known.recipe_sha256 == pool.recipe_sha256(recipe.name):
             reproduced = known.weights_sha256 == side["weights_sha256"]
-        states.append(AdapterState(recipe, estimated_cpu_seconds(recipe, pool), problem, reproduced))
+        on_the_way = problem is not None and todo[recipe.run][-1] != recipe
+        seconds = 0.0 if on_the_way else estimated_cpu_seconds(recipe, pool)
+        states.append(AdapterState(recipe, _note(recipe, pool), seconds, problem, reproduced))
     return states
+
+
+def _note(recipe: Recipe, pool: Pool) -> str:
+    if recipe.steps == 0:
+        return "control: no update"
+    if recipe.schedule_steps is not None:
+        return f"checkpoint of {recipe.run}"
+    own = {"name", "seed"}
+    alike = [other.model_dump(exclude=own) for other in pool.adapters].count(recipe.model_dump(exclude=own))
+    return f"one of {alike} seeds" if alike > 1 else ""
 
 
 def _selected(pool: Pool, only: Sequence[str]) -> list[Recipe]:
