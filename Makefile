@@ -132,6 +132,11 @@ score: adapters ## Score overlap teacher-forced (DESIGN=phase2_screen.yaml; resu
 fit: $(ANALYSIS)/.stamp ## Fit the predictors to the committed evidence
 	$(LORA_SPEC) fit --execute
 
+SUBSET ?= 3
+.PHONY: reproduce-screen
+reproduce-screen: pocket corpora ## Train and measure a few adapters again, compare with the evidence (SUBSET=3; resumes)
+	$(CPU)/bin/lora-spec reproduce --subset $(SUBSET) --execute
+
 DEMO_ADAPTER := shakespeare-r32-all-s12
 demo: pocket ## Live: train one adapter, measure it in vLLM, ask the gate
 	$(CPU)/bin/lora-spec corpora --execute --only shakespeare
@@ -171,7 +176,8 @@ locks: $(CPU)/.stamp ## Rewrite requirements/*.lock (needs uv; UV=... names it)
 	mv build/cpu.lock requirements/cpu.lock
 
 clean: ## Remove executed notebooks and smoke outputs; keep environments, weights and adapters
-	rm -rf build/notebooks build/smoke build/test build/matplotlib build/demo .pytest_cache .ruff_cache .hypothesis
+	rm -rf build/notebooks build/smoke build/test build/matplotlib build/demo build/reproduce \
+	  .pytest_cache .ruff_cache .hypothesis
 
 distclean: clean ## Remove environments, weights, corpora and trained adapters too
 	rm -rf build .venvs lib/*.egg-info
