@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from lora_spec.acceptance import censor_last_step
 from lora_spec.errors import EngineError, LoraSpecError, ParamsError
+from lora_spec.measure import inputs as inputs_module
 from lora_spec.measure.collector import Collector, unit_config
 from lora_spec.measure.controls import refuse_base, refuse_self_draft
 from lora_spec.measure.design import (
@@ -26,7 +28,7 @@ from lora_spec.measure.design import (
     load_design,
 )
 from lora_spec.measure.engine import Completion, lora_slot_rank
-from lora_spec.measure.inputs import Inputs
+from lora_spec.measure.inputs import AdapterInput, Inputs
 from lora_spec.measure.lossless import first_divergences, losslessness
 from lora_spec.measure.precision import EarlyStop
 from lora_spec.measure.rows import request_rows, token_sha256, unique_ratio
@@ -35,6 +37,7 @@ from lora_spec.measure.session import Call, serve
 from lora_spec.measure.units import refuse_lossy, refuse_unapplied
 from lora_spec.params import validate
 from lora_spec.pool import load_pool
+from lora_spec.provenance import new_record
 
 
 def completion(tokens: list[int], steps: list[int] = (), gap: float = 5.0) -> Completion:
@@ -195,6 +198,34 @@ def test_phase1_measures_prompts_that_phase2_does_not() -> None:
     first, second = load_design("phase1_measurement.yaml"), load_design("phase2_screen.yaml")
     for a, b in ((first.own, second.own), (first.general, second.general)):
         assert a.start >= b.start + b.count
+
+
+def test_an_adapter_is_known_by_recipe_elsewhere_and_by_content_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs_module, "adapter_dir", lambda name: tmp_path / name)
+    inputs = Inputs(design_of())
+    unit = next(u for u in inputs.units if u.adapter == "python-r8-qv-s12")
+    made = AdapterInput("python-r8-qv-s12", tmp_path, "0" * 64, 8, 1.0)
+    monkeypatch.setattr(inputs, "adapter", lambda name: made)
+    record = new_record(
+        experiment="test",
+        tier="pocket",
+        phase="phase2",
+        evidence_class="measured",
+        config={},
+        seed=0,
+        revisions=inputs.revisions(unit),
+    )
+    other = dataclasses.replace(made, content_hash="1" * 64)
+    monkeypatch.setattr(inputs, "adapter", lambda name: other)
+    assert inputs.matches(unit, record)  # not trained here: nothing to compare with
+    (tmp_path / unit.adapter).mkdir()
+    assert not inputs.matches(unit, record)
+    record.runtime["cpu_flags"] = ["avx2"]
+    assert inputs.matches(unit, record)  # another machine's weights may differ
+    record.revisions["adapter"]["recipe_sha256"] = "2" * 64
+    assert not inputs.matches(unit, record)
 
 
 @pytest.mark.parametrize(

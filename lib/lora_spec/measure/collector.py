@@ -85,7 +85,7 @@ class Collector:
         return self.directory / f"{unit.name}.json"
 
     def state(self, unit: MeasureUnit) -> State:
-        """``done`` only if the record is whole, of this design and of these very inputs."""
+        """``done`` only if the record is whole, of this design and of these inputs."""
         path = self.path(unit)
         if not path.exists():
             return "to do"
@@ -94,10 +94,10 @@ class Collector:
         except EvidenceError:
             return "stale"
         current = unit_config(self.design, unit, self.task) == record.config
-        return "done" if current and self.inputs.revisions(unit) == record.revisions else "stale"
+        return "done" if current and self.inputs.matches(unit, record) else "stale"
 
     def plan(self, only: Sequence[str] = ()) -> list[PlannedUnit]:
-        """Every unit, or those named, with its state. Inputs must be valid (see :meth:`problems`).
+        """Every unit, or those named, with its state.
 
         Raises:
             LoraSpecError: the design has no unit of that name.
@@ -118,9 +118,8 @@ class Collector:
         return rows
 
     def problems(self, only: Sequence[str] = ()) -> list[str]:
-        """What is wrong with the frozen inputs of every unit, or of those named, without importing torch or
-        vLLM."""
-        return validate(self.inputs, [u for u in self.units() if not only or u.name in only])
+        """What is wrong with the frozen inputs of the units to do, all or those named; no torch, no vLLM."""
+        return validate(self.inputs, [row.unit for row in self.plan(only) if row.state != "done"])
 
     def covers(self, unit: MeasureUnit, tables: Mapping[str, pd.DataFrame]) -> dict[str, list[str]]:
         """What the record of ``unit`` is about; its prompts are those in its tables."""

@@ -15,6 +15,7 @@ from lora_spec.measure.design import Design, MeasureUnit, design_units
 from lora_spec.models import load_models
 from lora_spec.paths import adapter_dir
 from lora_spec.pool import load_pool_file
+from lora_spec.provenance import Record, cpu_flags
 from lora_spec.substrate.pocket import WEIGHTS, model_dir, require_model
 from lora_spec.substrate.prompts import PromptSet, load_prompts
 
@@ -43,8 +44,8 @@ class Inputs:
 
     def __init__(self, design: Design) -> None:
         self.design = design
-        pool = load_pool_file()
-        self.domain_of = {name: pool.recipe(name).domain for name in design.adapters}
+        self.pool = load_pool_file()
+        self.domain_of = {name: self.pool.recipe(name).domain for name in design.adapters}
         models = load_models()
         self.weights_sha256 = {}
         for key in (design.target, design.drafter):
@@ -118,19 +119,50 @@ class Inputs:
             require_model(key)
 
     def revisions(self, unit: MeasureUnit) -> dict[str, Any]:
-        """Immutable identities of everything the unit reads: what a record must match to count as done."""
+        """Immutable identities of everything the unit reads.
+
+        Raises:
+            LoraSpecError: its adapter is not trained yet, or not readable.
+        """
+        revisions = self._declared(unit)
+        if unit.adapter is not None:
+            revisions["adapter"]["content_hash"] = self.adapter(unit.adapter).content_hash
+        return revisions
+
+    def matches(self, unit: MeasureUnit, record: Record) -> bool:
+        """Whether ``record`` was measured on what ``unit`` reads.
+
+        An adapter is known by its recipe, then by its content where it could have come out bit for bit the
+        same: one that is not trained here, or was measured on a machine with other CPU flags, has the recipe
+        alone to go by, so that a screen can go on elsewhere.
+        """
+        declared, recorded = self._declared(unit), dict(record.revisions)
+        if unit.adapter is not None:
+            recorded["adapter"] = dict(recorded.get("adapter", {}))
+            content_hash = recorded["adapter"].pop("content_hash", None)
+            comparable = list(record.runtime.get("cpu_flags", ())) == list(cpu_flags())
+            if (
+                comparable
+                and adapter_dir(unit.adapter).is_dir()
+                and content_hash != self.adapter(unit.adapter).content_hash
+            ):
+                return False
+        return declared == recorded
+
+    def _declared(self, unit: MeasureUnit) -> dict[str, Any]:
+        """Identities that hold on every machine."""
         design = self.design
-        revisions: dict[str, Any] = {
+        declared: dict[str, Any] = {
             "target": {"key": design.target, "sha256": self.weights_sha256[design.target]},
             "drafter": {"key": design.drafter, "sha256": self.weights_sha256[design.drafter]},
             "prompts": {name: self.windows_sha256(name) for name in unit.prompt_sets},
         }
         if unit.adapter is not None:
-            revisions["adapter"] = {
+            declared["adapter"] = {
                 "name": unit.adapter,
-                "content_hash": self.adapter(unit.adapter).content_hash,
+                "recipe_sha256": self.pool.recipe_sha256(unit.adapter),
             }
-        return revisions
+        return declared
 
 
 def validate(inputs: Inputs, units: Sequence[MeasureUnit]) -> list[str]:
