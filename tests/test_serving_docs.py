@@ -12,12 +12,12 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from lora_spec.serving import channels
-from lora_spec.serving.config import DraftLoRAConfig, ServingConfig
+from lora_spec.serving import FIXES, REPAIRS, channels
+from lora_spec.serving.config import DraftLoRAConfig, FixName, ServingConfig
 from lora_spec.serving.counters import PREFIX, AcceptanceCounters, Labels
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +48,12 @@ def test_defaults_are_the_documented_ones() -> None:
         match = re.match(r"\| `draft_lora\.(\w+)` \| (\d+) \|", line)
         if match:
             assert getattr(DraftLoRAConfig(), match[1]) == int(match[2])
+
+
+def test_every_repair_is_documented_as_the_doctor_says_it_and_may_be_asked_for() -> None:
+    rows = [re.match(r"\| `(\w+)` \| (.+) \|$", line) for line in section("Repairs").splitlines()]
+    assert {row[1]: row[2] for row in rows if row} == REPAIRS
+    assert set(REPAIRS) == set(FIXES) == set(get_args(FixName))
 
 
 def test_every_counter_is_documented_and_no_other() -> None:

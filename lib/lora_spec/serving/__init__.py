@@ -34,6 +34,7 @@ _MODULES = {
     "grouped_lora": "lora_spec.serving.grouped_lora",
     "draft_seeds": "lora_spec.serving.draft_seeds",
     "shared_embeddings": "lora_spec.serving.shared_embeddings",
+    "context_norms": "lora_spec.serving.context_norms",
 }
 FIXES: tuple[str, ...] = tuple(_MODULES)
 
@@ -43,6 +44,7 @@ REPAIRS = {
     "grouped_lora": "base requests beside LoRA requests on CPU, and faster LoRA",
     "draft_seeds": "seeds of requests for probabilistic drafts; seeded prompts split over two steps on CPU",
     "shared_embeddings": "target LoRA with drafters that share the target's embedding (DFlash, EAGLE)",
+    "context_norms": "DFlash drafters of several layers with different key norms on CPU",
 }
 
 
