@@ -205,8 +205,8 @@ def test_an_adapter_is_known_by_recipe_elsewhere_and_by_content_here(
 ) -> None:
     monkeypatch.setattr(inputs_module, "adapter_dir", lambda name: tmp_path / name)
     inputs = Inputs(design_of())
-    unit = next(u for u in inputs.units if u.adapter == "python-r8-qv-s12")
-    made = AdapterInput("python-r8-qv-s12", tmp_path, "0" * 64, 8, 1.0)
+    unit = next(u for u in inputs.units if u.adapter is not None)
+    made = AdapterInput(unit.adapter, tmp_path, "0" * 64, 8, 1.0)
     monkeypatch.setattr(inputs, "adapter", lambda name: made)
     record = new_record(
         experiment="test",
