@@ -15,6 +15,20 @@ GENERAL = "general"
 PRIMARY_DECODING = "t08"
 PRIMARY_K = 4
 OVERLAP_TEMPERATURE = 0.8
+_USED = [
+    "arm",
+    "adapter",
+    "prompt_set",
+    "prompt_index",
+    "decoding",
+    "k",
+    "steps_accepted",
+    "drafted",
+    "output_tokens",
+    "accepted_emitted",
+    "rejections",
+]
+"""Columns of ``requests`` that labels are made from; the others are not carried along."""
 LABEL_COLUMNS = (
     "adapter",
     "domain",
@@ -63,12 +77,12 @@ def label_table(
             other.
     """
     check_requests(requests)
-    requests = requests[requests["k"] == (k or _primary_depth(requests))]
-    adapted = requests[requests["arm"] == "adapted"]
+    requests = requests.loc[requests["k"] == (k or _primary_depth(requests)), _USED]
+    adapted, base = (requests[requests["arm"] == arm] for arm in ("adapted", "base"))
     if adapted.empty:
         raise EvidenceError("no adapted arm among the records", code="no_adapters")
     rows = [
-        _adapter_row(name, group, requests, overlap, families or {}, base_floor)
+        _adapter_row(name, group, base, overlap, families or {}, base_floor)
         for name, group in adapted.groupby("adapter", sort=True)
     ]
     return pd.DataFrame(rows, columns=list(LABEL_COLUMNS))
@@ -86,7 +100,7 @@ def _primary_depth(requests: pd.DataFrame) -> int:
 def _adapter_row(
     name: str,
     group: pd.DataFrame,
-    requests: pd.DataFrame,
+    control: pd.DataFrame,
     overlap: pd.DataFrame | None,
     families: Mapping[str, str],
     base_floor: float | None,
@@ -97,13 +111,13 @@ def _adapter_row(
             f"adapter has {len(domains)} own domains instead of one", where=name, code="own_domain"
         )
     domain = domains[0]
-    primary = _effect(name, group, requests, domain, PRIMARY_DECODING)
+    primary = _effect(name, group, control, domain, PRIMARY_DECODING)
     if primary is None:
         raise EvidenceError(f"no {PRIMARY_DECODING} request on {domain}", where=name, code="no_requests")
     if base_floor is not None:
         check_base_floor(primary.base, base_floor, where=domain)
     own = _arm(group, domain, PRIMARY_DECODING)
-    base = _arm(_base(requests), domain, PRIMARY_DECODING)
+    base = _arm(control, domain, PRIMARY_DECODING)
     rates = [pooled_rates(arm) for arm in (base[base["prompt_index"].isin(own["prompt_index"])], own)]
     row: dict[str, object] = {
         "adapter": name,
@@ -117,8 +131,8 @@ def _adapter_row(
     }
     effects = {
         "delta_alpha": primary,
-        "delta_alpha_greedy": _effect(name, group, requests, domain, "greedy"),
-        "delta_alpha_general": _effect(name, group, requests, GENERAL, PRIMARY_DECODING),
+        "delta_alpha_greedy": _effect(name, group, control, domain, "greedy"),
+        "delta_alpha_general": _effect(name, group, control, GENERAL, PRIMARY_DECODING),
         "delta_overlap": None if overlap is None else _overlap_effect(name, overlap, domain),
     }
     for column, effect in effects.items():
@@ -127,22 +141,18 @@ def _adapter_row(
     return row
 
 
-def _base(requests: pd.DataFrame) -> pd.DataFrame:
-    return requests[requests["arm"] == "base"]
-
-
 def _arm(table: pd.DataFrame, prompt_set: str, decoding: str) -> pd.DataFrame:
     return table[(table["prompt_set"] == prompt_set) & (table["decoding"] == decoding)]
 
 
 def _effect(
-    name: str, group: pd.DataFrame, requests: pd.DataFrame, prompt_set: str, decoding: str
+    name: str, group: pd.DataFrame, control: pd.DataFrame, prompt_set: str, decoding: str
 ) -> PairedEffect | None:
     """Paired Δα̂ of one adapter on one prompt set, or None when the adapter has no such requests."""
     adapted = _arm(group, prompt_set, decoding)
     if adapted.empty:
         return None
-    base = _arm(_base(requests), prompt_set, decoding)
+    base = _arm(control, prompt_set, decoding)
     base = base[base["prompt_index"].isin(adapted["prompt_index"])]
     if base.empty:
         raise _no_control(name, f"{prompt_set}, {decoding}")
