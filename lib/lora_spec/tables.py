@@ -42,6 +42,9 @@ _SYMBOLS = {
     "−": r"$-$",
     "…": r"\ldots{}",
     "–": "--",
+    "’": "'",
+    "²": r"$^2$",
+    "ρ": r"$\rho$",
 }
 
 
@@ -116,9 +119,23 @@ def escape(value: str) -> str:
     return escaped
 
 
-def latex_text(frame: pd.DataFrame, headers: Mapping[str, str], stamp: Stamp, digits: int = 3) -> str:
-    """A booktabs ``tabular`` of the columns in ``headers`` (column to header), numbers right-aligned."""
-    columns = list(headers)
+def latex_text(
+    frame: pd.DataFrame,
+    headers: Mapping[str, str],
+    stamp: Stamp,
+    digits: int = 3,
+    *,
+    words: Mapping[str, str] | None = None,
+    group: str | None = None,
+) -> str:
+    """A booktabs ``tabular`` of the columns in ``headers`` (column to header), numbers right-aligned.
+
+    Args:
+        words: what readers see instead of a text cell that stands in it (an identifier, a key).
+        group: a column of text by which the rows are sorted; it becomes a line of its own above each group.
+    """
+    columns = [name for name in headers if name != group]
+    told = words or {}
     numeric = [pd.api.types.is_numeric_dtype(frame[name]) for name in columns]
     lines = [
         f"% {stamp.text.replace('·', '-')}",
@@ -127,10 +144,15 @@ def latex_text(frame: pd.DataFrame, headers: Mapping[str, str], stamp: Stamp, di
         " & ".join(escape(headers[name]) for name in columns) + r" \\",
         r"\midrule",
     ]
-    lines += [
-        " & ".join(_cell(value, digits) for value in row) + r" \\"
-        for row in frame[columns].itertuples(index=False)
-    ]
+    above: str | None = None
+    for (_, row), cells in zip(frame.iterrows(), frame[columns].itertuples(index=False), strict=True):
+        if group is not None and row[group] != above:
+            lines += [r"\midrule"] if above is not None else []
+            above = row[group]
+            title = escape(told.get(above, above))
+            lines.append(rf"\multicolumn{{{len(columns)}}}{{l}}{{\emph{{{title}}}}} \\")
+        shown = [_cell(told.get(v, v) if isinstance(v, str) else v, digits) for v in cells]
+        lines.append(" & ".join(shown) + r" \\")
     lines += [r"\bottomrule", r"\end{tabular}", ""]
     return "\n".join(lines)
 
@@ -145,9 +167,19 @@ def _cell(value: Any, digits: int) -> str:
 
 
 def save_table(
-    frame: pd.DataFrame, name: str, stamp: Stamp, headers: Mapping[str, str] | None = None, digits: int = 3
+    frame: pd.DataFrame,
+    name: str,
+    stamp: Stamp,
+    headers: Mapping[str, str] | None = None,
+    digits: int = 3,
+    *,
+    words: Mapping[str, str] | None = None,
+    group: str | None = None,
 ) -> SavedTable:
     """Write ``figures/<name>.csv`` (all columns, and the evidence class) and ``.tex`` (those of ``headers``).
+
+    The CSV keeps identifiers for machines; ``words`` and ``group`` are for readers of the LaTeX, see
+    :func:`latex_text`.
 
     Raises:
         EvidenceError: smoke evidence on its way into the checkout's own figures.
@@ -156,5 +188,6 @@ def save_table(
     shown = headers or {column: column.replace("_", " ") for column in frame.columns}
     saved = SavedTable(csv=folder / f"{name}.csv", tex=folder / f"{name}.tex")
     atomic_write_text(saved.csv, csv_text(frame.assign(evidence_class=stamp.evidence_class)))
-    atomic_write_text(saved.tex, latex_text(frame, shown, stamp, digits))
+    latex = latex_text(frame, shown, stamp, digits, words=words, group=group)
+    atomic_write_text(saved.tex, latex)
     return saved
