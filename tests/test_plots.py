@@ -34,6 +34,9 @@ def label_frame(n: int = 12, name: str = "adapter") -> pd.DataFrame:
             "adapter": [f"{name}-{i}" for i in range(n)],
             "family": [FAMILIES[i % 5] for i in range(n)],
             "delta_alpha": delta,
+            "moved": np.where(np.arange(n) % 2, "none", "down"),
+            "frobenius": np.geomspace(0.5, 40, n),
+            "kl": np.geomspace(0.001, 2, n),
             "delta_overlap": delta + 0.01,
             "delta_alpha_greedy": delta * 0.8,
             "delta_alpha_general": delta * 0.3,
@@ -46,22 +49,64 @@ def label_frame(n: int = 12, name: str = "adapter") -> pd.DataFrame:
 
 def effect_frame() -> pd.DataFrame:
     rows = [
-        {"adapter": a, "traffic": t, "decoding": d, "delta": -0.1, "low": -0.13, "high": -0.08}
+        {
+            "adapter": a,
+            "traffic": t,
+            "decoding": d,
+            "k": k,
+            "delta": -0.1,
+            "low": -0.13,
+            "high": -0.08,
+            "verdict": "GO" if (t, d, k) == ("own", "t08", 4) else "",
+        }
         for a in ("german-r16-all-s40", "shakespeare-r32-all-s40")
         for t in ("own", "general")
         for d in ("t08", "greedy")
+        for k in (2, 4, 6)
     ]
     return pd.DataFrame(rows)
 
 
-def position_frame() -> pd.DataFrame:
+def position_frame(
+    depths=(2, 4, 6), adapters=("german-r16-all-s40", "shakespeare-r32-all-s40")
+) -> pd.DataFrame:
+    around = {"rate": 0.5, "low": 0.4, "high": 0.6}
     return pd.DataFrame(
         [
-            {"adapter": "a", "arm": arm, "position": i, "rate": 0.5, "low": 0.4, "high": 0.6}
+            {"adapter": name, "decoding": "t08", "k": k, "arm": arm, "position": i} | around
+            for name in adapters
+            for k in depths
             for arm in ("base", "adapted")
-            for i in (1, 2, 3, 4)
+            for i in range(1, k + 1)
         ]
     )
+
+
+def depth_frame(depths=(2, 4, 6)) -> pd.DataFrame:
+    around = {"alpha": 0.5, "alpha_low": 0.4, "alpha_high": 0.6, "al": 2.0, "al_low": 1.9, "al_high": 2.1}
+    return pd.DataFrame(
+        [
+            {"adapter": name, "arm": arm, "k": k} | around
+            for name in ("german-r16-all-s40", "shakespeare-r32-all-s40")
+            for arm in ("base", "adapted", "adapted − base")
+            for k in depths
+        ]
+    )
+
+
+def looping_frame() -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            {"decoding": d, "looping": third, "arm": arm, "alpha": 0.5, "low": 0.4, "high": 0.6}
+            for d in ("t08", "greedy")
+            for third in ("most", "middle", "least")
+            for arm in ("base", "adapted")
+        ]
+    )
+
+
+def relation_frame() -> pd.DataFrame:
+    return pd.DataFrame({"column": ["frobenius", "kl"], "spearman": -0.5, "low": -0.7, "high": -0.2})
 
 
 def all_figures(stamp: Stamp):
@@ -71,7 +116,10 @@ def all_figures(stamp: Stamp):
     return {
         "effect": plots.effect_figure(effect_frame(), 0.05, 0.95, stamp),
         "positions": plots.position_figure(position_frame(), 0.95, stamp),
-        "screen": plots.screen_figure(labels, 1.96, stamp),
+        "depths": plots.depth_figure(depth_frame(), 0.95, stamp),
+        "screen": plots.screen_figure(labels, 1.96, 0.05, stamp),
+        "relations": plots.relation_figure(labels, relation_frame(), 1.96, stamp),
+        "looping": plots.looping_figure(looping_frame(), {"t08": "T = 0.8"}, 0.95, stamp),
         "agreement": plots.agreement_figure(labels, 1.96, stamp),
         "predictor": plots.predictor_figure(predictions, errors, (0.08, 0.8), 0.95, stamp),
     }
@@ -96,7 +144,14 @@ def test_what_rests_on_two_classes_names_both():
 
 
 def test_nothing_is_clipped_and_axes_are_labelled():
-    for name, figure in all_figures(MEASURED).items():
+    of_other_shapes = {
+        "positions at one depth": plots.position_figure(position_frame(depths=(4,)), 0.95, MEASURED),
+        "positions of one adapter": plots.position_figure(position_frame(adapters=("a",)), 0.95, MEASURED),
+        "one depth": plots.depth_figure(depth_frame(depths=(4,)), 0.95, MEASURED),
+        "long screen": plots.screen_figure(label_frame(71), 1.96, 0.05, MEASURED),
+        "screen of one": plots.screen_figure(label_frame(1), 1.96, 0.05, MEASURED),
+    }
+    for name, figure in (all_figures(MEASURED) | of_other_shapes).items():
         figure.draw_without_rendering()
         width, height = figure.get_size_inches() * figure.dpi
         box = figure.get_tightbbox().extents * figure.dpi
@@ -158,22 +213,39 @@ def test_long_names_keep_both_ends_and_stay_apart():
     assert style.short_names(same_ends, 30) == same_ends
 
 
-def test_many_adapters_with_long_names_fit_the_page():
-    figure = plots.screen_figure(
-        label_frame(64, "a-rather-long-name-of-an-adapter-from-a-hub"), 1.96, MEASURED
-    )
+@pytest.mark.parametrize("count", [12, 71, 90])
+def test_many_adapters_with_long_names_fit_the_page(count):
+    frame = label_frame(count, "a-rather-long-name-of-an-adapter-from-a-hub")
+    figure = plots.screen_figure(frame, 1.96, 0.05, MEASURED)
     figure.draw_without_rendering()
-    assert figure.get_size_inches()[1] < 10
-    labels = figure.axes[0].get_yticklabels()
-    boxes = [label.get_window_extent() for label in labels]
-    assert all(a.y0 >= b.y1 - 0.5 for a, b in pairwise(boxes))
-    assert min(box.x0 for box in boxes) >= 0
+    assert figure.get_size_inches()[1] < 9
+    shown = 0
+    for axes in figure.axes:
+        labels = axes.get_yticklabels()
+        boxes = [label.get_window_extent() for label in labels]
+        assert all(a.y0 >= b.y1 - 0.5 for a, b in pairwise(boxes))
+        assert min(box.x0 for box in boxes) >= 0
+        assert min(label.get_size() for label in labels) >= 5.5
+        shown += len(labels)
+    assert shown == count + len(FAMILIES)
+
+
+def test_a_panel_of_a_family_is_sorted_by_effect():
+    frame = label_frame(71)
+    for order in (frame, frame.sample(frac=1, random_state=3)):
+        figure = plots.screen_figure(order, 1.96, 0.05, MEASURED)
+        names = [tick.get_text() for axes in figure.axes for tick in axes.get_yticklabels()]
+        effects = frame.set_index("adapter")["delta_alpha"]
+        for start, end in pairwise([i for i, n in enumerate(names) if n not in effects] + [len(names)]):
+            inside = effects[names[start + 1 : end]]
+            assert inside.is_monotonic_increasing and names[start].endswith(f"({len(inside)})")
 
 
 def test_labels_that_were_not_measured_leave_gaps_not_errors():
     labels = label_frame()
     labels.loc[0, ["delta_alpha_general", "delta_alpha_general_se", "delta_overlap"]] = np.nan
-    plots.screen_figure(labels, 1.96, MEASURED)
+    plots.screen_figure(labels, 1.96, 0.05, MEASURED)
+    plots.relation_figure(labels.assign(kl=np.nan), relation_frame().iloc[:1], 1.96, MEASURED)
     plots.agreement_figure(labels, 1.96, MEASURED)
     plots.agreement_figure(labels.assign(delta_overlap=np.nan), 1.96, MEASURED)
 
@@ -204,6 +276,26 @@ def test_latex_is_escaped_and_names_its_evidence():
     assert r"a\_b \& 5\% & $-0.123$ & yes \\" in text
     assert r"$\Delta\hat{\alpha}$" in text
     assert text.isascii()
+
+
+def test_latex_groups_rows_and_tells_identifiers_in_words(figures):
+    frame = pd.DataFrame(
+        {"family": ["code", "code", "text"], "adapter": ["c-r8", "b_x", "d"], "moved": ["none", "up", "none"]}
+    )
+    headers = {"family": "family", "adapter": "adapter", "moved": "moved"}
+    words = {"c-r8": "C, rank 8", "none": "not told", "text": "Text"}
+    saved = tables.save_table(frame, "one", MEASURED, headers, words=words, group="family")
+    lines = saved.tex.read_text().splitlines()
+    body = lines[lines.index(r"\midrule") + 1 : -2]
+    assert body == [
+        r"\multicolumn{2}{l}{\emph{code}} \\",
+        r"C, rank 8 & not told \\",
+        r"b\_x & up \\",
+        r"\midrule",
+        r"\multicolumn{2}{l}{\emph{Text}} \\",
+        r"d & not told \\",
+    ]
+    assert saved.csv.read_text().splitlines()[1] == "code,c-r8,none,measured"
 
 
 def test_saved_table_has_the_evidence_class_in_every_row(figures):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
+from lora_spec.acceptance.labels import PRIMARY_DECODING
 from lora_spec.errors import EvidenceError
-from lora_spec.measure.design import load_design
+from lora_spec.measure.design import GENERAL, load_design
 from lora_spec.outputs import Stamp
 from lora_spec.paths import results_dir
 from lora_spec.phases.parameters import NotebookParameters
@@ -17,8 +18,13 @@ from lora_spec.pool import load_pool
 from lora_spec.provenance import Record
 from lora_spec.screen import load_screen
 
-DECODINGS = {"t08": "T = 0.8", "greedy": "greedy"}
+PRIMARY = PRIMARY_DECODING
+DECODINGS = {PRIMARY: "T = 0.8", "greedy": "greedy"}
 """Key in the tables to what readers see; the primary one first."""
+TRAFFIC = {"own": "own domain", GENERAL: "general"}
+"""Whose prompts: key in the tables to what readers see."""
+_LISTED = 6
+"""Missing adapters that are named."""
 CONTROL_COLUMNS = ("control", "where", "value", "expected", "limit", "passed")
 
 
@@ -42,7 +48,7 @@ class PhaseEvidence:
 def load_phase(
     parameters: NotebookParameters, phase: str, screen: str, *, overlap: str | None = None
 ) -> PhaseEvidence:
-    """Read ``results/<tier>/<phase>/<screen>`` and, if named, its teacher-forced scores.
+    """Read ``results/<tier>/<phase>/<screen>`` and, if named and already there, its teacher-forced scores.
 
     Raises:
         EvidenceError: missing or damaged, or of another class or tier than the parameters allow.
@@ -52,7 +58,7 @@ def load_phase(
     records, requests = load_screen(folder / screen, allow=allow)
     found = {f"{screen}/{name}": record for name, record in records.items()}
     scores = None
-    if overlap is not None:
+    if overlap is not None and any((folder / overlap).glob("*.json")):
         scored, scores = load_screen(folder / overlap, "overlap", allow=allow)
         found |= {f"{overlap}/{name}": record for name, record in scored.items()}
     for name, record in found.items():
@@ -63,46 +69,95 @@ def load_phase(
     return PhaseEvidence(parameters.stamp, found, requests, scores)
 
 
-def summary_table(evidence: PhaseEvidence) -> pd.DataFrame:
-    """One row a folder: records, the distinct things they cover, and how many ran uncommitted code."""
+def folder_table(
+    records: Mapping[str, Record], stamp: Stamp, columns: Callable[[list[Record]], dict[str, object]]
+) -> pd.DataFrame:
+    """One row a folder: its records, ``columns`` of them, and how many ran uncommitted code.
+
+    Args:
+        records: by folder and name, ``folder/name``.
+        stamp: of all of them.
+        columns: what to say of the records of a folder.
+    """
     rows = []
-    for folder in dict.fromkeys(name.split("/")[0] for name in evidence.records):
-        records = [r for name, r in evidence.records.items() if name.split("/")[0] == folder]
+    for folder in dict.fromkeys(name.split("/")[0] for name in records):
+        members = [record for name, record in records.items() if name.split("/")[0] == folder]
         rows.append(
             {
                 "evidence": folder,
-                "tier": evidence.stamp.tier,
-                "class": evidence.stamp.evidence_class,
-                "records": len(records),
-                "adapters": _distinct(record.covers.adapters for record in records),
-                "domains": _distinct(record.covers.domains for record in records),
-                "prompts": _distinct(record.covers.prompts for record in records),
-                "uncommitted": sum(bool(record.git.get("dirty")) for record in records),
+                "tier": stamp.tier,
+                "class": stamp.evidence_class,
+                "records": len(members),
+                **columns(members),
+                "uncommitted": sum(bool(record.git.get("dirty")) for record in members),
             }
         )
     return pd.DataFrame(rows)
 
 
-def declared_sentence(evidence: PhaseEvidence, design: str, *, all_needed: bool) -> str:
+def summary_table(evidence: PhaseEvidence) -> pd.DataFrame:
+    """One row a folder: records, the distinct things they cover, and how many ran uncommitted code."""
+
+    def covered(records: list[Record]) -> dict[str, object]:
+        return {
+            "adapters": _distinct(record.covers.adapters for record in records),
+            "domains": _distinct(record.covers.domains for record in records),
+            "prompts": _distinct(record.covers.prompts for record in records),
+        }
+
+    return folder_table(evidence.records, evidence.stamp, covered)
+
+
+def declared_sentence(evidence: PhaseEvidence, design: str) -> str:
     """How many of the adapters that a design names were measured, in one sentence.
 
     Args:
-        design: design file, relative to ``params/``. all_needed: whether a missing one is an error.
+        design: design file, relative to ``params/``.
 
     Raises:
-        EvidenceError: an undeclared adapter, or, if ``all_needed``, a declared one that is missing.
+        EvidenceError: an adapter that it does not declare.
     """
-    declared = set(load_design(design).adapters)
-    measured = set(evidence.requests["adapter"]) - {""}
+    declared, measured = _declared(design), measured_adapters(evidence)
     if foreign := sorted(measured - declared):
         raise EvidenceError(f"adapter {foreign[0]} is not declared in params/{design}", code="undeclared")
     missing = sorted(declared - measured)
-    if missing and all_needed:
-        raise EvidenceError(
-            f"declared adapter {missing[0]} was not measured", where=f"params/{design}", code="incomplete"
-        )
-    tail = f" Missing: {', '.join(missing)}." if missing else ""
+    listed = ", ".join(missing[:_LISTED]) + (", …" if len(missing) > _LISTED else "")
+    tail = f" {len(missing)} missing: {listed}." if missing else ""
     return f"{len(measured)} of the {len(declared)} adapters declared in params/{design} were measured.{tail}"
+
+
+def _declared(design: str) -> set[str]:
+    return set(load_design(design).adapters)
+
+
+def measured_adapters(evidence: PhaseEvidence) -> set[str]:
+    """Names of the adapters among the requests."""
+    return set(evidence.requests["adapter"]) - {""}
+
+
+def is_complete(evidence: PhaseEvidence, design: str) -> bool:
+    """Whether every adapter that a design names was measured."""
+    return _declared(design) <= measured_adapters(evidence)
+
+
+def primary_depth(evidence: PhaseEvidence) -> int:
+    """The k of the primary label, as the records' own design says.
+
+    Raises:
+        EvidenceError: records of designs with different ones.
+    """
+    found = {
+        int(record.config["design"]["num_speculative_tokens"])
+        for record in evidence.records.values()
+        if "design" in record.config
+    }
+    if len(found) != 1:
+        raise EvidenceError(
+            f"records with {len(found)} primary depths instead of one",
+            fix="measure all units of one design",
+            code="k_mismatch",
+        )
+    return found.pop()
 
 
 def _distinct(lists: Iterable[list[str]]) -> int:
@@ -154,13 +209,13 @@ def _fp32(records: Mapping[str, Record]) -> list[Row]:
 
 def _base(records: Mapping[str, Record]) -> list[Row]:
     checks = [
-        (name.split("/")[1].removeprefix("base--"), decoding, check)
+        (_unit_at(name, label), label.split("/k")[0], check)
         for name, record in records.items()
-        for decoding, check in record.results.get("base_controls", {}).items()
+        for label, check in record.results.get("base_controls", {}).items()
     ]
     rows: list[Row] = []
     for decoding, label in DECODINGS.items():
-        of_mode = [(unit, check) for unit, mode, check in checks if mode == decoding]
+        of_mode = [(unit, check) for unit, mode, check in checks if mode.split("/")[0] == decoding]
         if of_mode:
             unit, worst = min(of_mode, key=lambda item: item[1]["alpha"] - item[1]["floor"])
             passed = all(c["alpha"] >= c["floor"] for _, c in of_mode)
@@ -184,15 +239,22 @@ def _base(records: Mapping[str, Record]) -> list[Row]:
     return rows
 
 
+def _unit_at(name: str, label: str) -> str:
+    """A record's unit, and the depth that ``Design.at_depth`` put into a label of its results."""
+    unit = name.split("/")[1].removeprefix("base--")
+    _, apart, depth = label.partition("/k")
+    return f"{unit}, k = {depth}" if apart else unit
+
+
 def _overlap_distance(check: Mapping[str, Any]) -> float:
     return abs(check["alpha"] - check["overlap_same_tokens"])
 
 
 def _greedy_lossless(records: Mapping[str, Record]) -> list[Row]:
     checks = [
-        (name.split("/")[1], check)
+        (_unit_at(name, label), check)
         for name, record in records.items()
-        for check in record.results.get("lossless", {}).values()
+        for label, check in record.results.get("lossless", {}).items()
     ]
     if not checks:
         return []
@@ -213,15 +275,19 @@ def _greedy_lossless(records: Mapping[str, Record]) -> list[Row]:
 
 
 def _applied(records: Mapping[str, Record]) -> list[Row]:
-    changed = [
-        sum(record.results["first_token_changed"]) / len(record.results["first_token_changed"])
-        for record in records.values()
-        if record.results.get("first_token_changed") and record.results.get("frobenius", 0.0) > 0
-    ]
-    if not changed:
-        return []
-    where = f"prompts, fewest of {len(changed)} adapters"
-    return [("adapter changes the logits", where, min(changed), _NAN, 0.0, min(changed) > 0)]
+    """Every adapter with an update changes some logits, and one whose update is zero changes none."""
+    changed: dict[bool, list[float]] = {True: [], False: []}
+    for record in records.values():
+        if flags := record.results.get("first_token_changed"):
+            changed[record.results.get("frobenius", 0.0) > 0].append(sum(flags) / len(flags))
+    rows: list[Row] = []
+    if applied := changed[True]:
+        where = f"prompts, fewest of {len(applied)} adapters"
+        rows.append(("adapter changes the logits", where, min(applied), _NAN, 0.0, min(applied) > 0))
+    if null := changed[False]:
+        where = f"prompts, most of {len(null)} with ‖ΔW‖ = 0"
+        rows.append(("zero update changes no logit", where, max(null), 0.0, 0.0, max(null) == 0))
+    return rows
 
 
 def controls_sentence(controls: pd.DataFrame) -> str:

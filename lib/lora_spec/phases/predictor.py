@@ -46,7 +46,7 @@ class FirstLook:
         return self.predictor.interval.half_width, self.predictor.interval.level
 
     def deltas(self) -> pd.DataFrame:
-        """Out-of-fold prediction and interval per adapter, as ``screen.decision_table`` takes them."""
+        """Out-of-fold prediction and interval per adapter, as ``decisions.decision_table`` takes them."""
         point, half_width = self.out_of_fold["predicted"], self.interval[0]
         return pd.DataFrame(
             {
