@@ -100,6 +100,23 @@ def test_a_stopping_rule_changes_adapter_records_only() -> None:
     assert {name for name in before if before[name] != after[name]} == adapters
 
 
+def test_scores_do_not_depend_on_how_requests_are_served() -> None:
+    domains = {"german-r16-all-s40": "german", "sql-r64-attention-s24": "sql"}
+    other = {
+        "depths": [2],
+        "max_tokens": 8,
+        "precision": {"se": 0.01, "chunk": 32, "minimum": 64},
+        "general": {"start": 3, "count": 9},
+    }
+
+    def configs(design: Design) -> list[dict]:
+        return [unit_config(design, unit, "overlap") for unit in design_units(design, domains)[2:]]
+
+    assert configs(design_of()) == configs(design_of(**other))
+    assert configs(design_of()) != configs(design_of(overlap_temperature=1.0))
+    assert configs(design_of()) != configs(design_of(own={"count": 95}))
+
+
 def test_dflash_designs_skip_only_the_controls_that_score_the_drafter() -> None:
     domains = {"german-r16-all-s40": "german", "sql-r64-attention-s24": "sql"}
     units = [unit.name for unit in design_units(design_of(), domains)]

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 Task = Literal["acceptance", "overlap"]
 State = Literal["done", "to do", "stale"]
+_NOT_SCORED = ("decodings", "depths", "draft_sampling", "max_tokens", "precision", "general")
+"""Values of a design that teacher-forced scores do not depend on."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,10 @@ def unit_config(design: Design, unit: MeasureUnit, task: Task) -> dict[str, Any]
     del config["adapters"]
     if unit.kind is not UnitKind.CONTROL:
         del config["controls"]["fp32_adapters"]
-    if unit.kind is not UnitKind.ADAPTER:
+    if task == "overlap":
+        for name in _NOT_SCORED:
+            del config[name]
+    elif unit.kind is not UnitKind.ADAPTER:
         del config["precision"]
     return {
         "design": config,
