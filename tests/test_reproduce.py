@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,10 +18,14 @@ from lora_spec.errors import EvidenceError, LoraSpecError
 from lora_spec.features import FEATURES
 from lora_spec.measure import reproduce
 from lora_spec.measure.agreement import Report, Weights, compare_effects, compare_weights
+from lora_spec.measure.collector import Collector
 from lora_spec.measure.design import load_design
 from lora_spec.measure.engine import Completion
 from lora_spec.measure.rows import request_rows
+from lora_spec.paths import cache_dir, examples_dir, results_dir
 from lora_spec.pool import AdapterHashes, load_pool
+from lora_spec.provenance import EvidenceClass, new_record, write_record
+from lora_spec.substrate.adapters import trained_dir
 
 NAMES = ["python-r16-all-s40", "german-r16-all-s40"]
 DOMAINS = dict(zip(NAMES, ("python", "german"), strict=True))
@@ -180,8 +185,6 @@ def test_without_execute_only_the_choice_is_printed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_rerun_leaves_cache_and_evidence_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lora_spec.paths import cache_dir, results_dir
-
     monkeypatch.setenv("LORA_SPEC_CACHE", str(tmp_path / "cache"))
     before = cache_dir(), results_dir()
     (tmp_path / "cache" / "models").mkdir(parents=True)
@@ -192,3 +195,46 @@ def test_a_rerun_leaves_cache_and_evidence_alone(tmp_path: Path, monkeypatch: py
     assert (cache_dir(), results_dir()) == before
     with reproduce.apart(tmp_path / "rerun"):
         pass
+
+
+def test_a_rerun_trains_and_measures_apart_and_keeps_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a rerun but the training and the engine, which stand-ins replace."""
+    name = "german-r8-qv-s80"
+    monkeypatch.setitem(DOMAINS, name, "german")
+    committed = screen({name: -0.1})
+    trained: list[list[str]] = []
+
+    def train(names: list[str], workers: int) -> None:
+        trained.append(list(names))
+        shutil.copytree(examples_dir() / name, trained_dir(name), dirs_exist_ok=True)
+
+    def execute(self: Collector, *, workers: int, replace_stale: bool) -> None:
+        assert self.design.adapters == [name] and "reproduce" in self.directory.parts
+        for unit, rows in (
+            ("base--german", committed["arm"] == "base"),
+            (name, committed["arm"] == "adapted"),
+        ):
+            record = new_record(
+                experiment="test",
+                tier="pocket",
+                phase="phase2",
+                evidence_class=EvidenceClass.MEASURED,
+                config={},
+                seed=0,
+                revisions={},
+            )
+            write_record(self.directory / f"{unit}.json", record, {"requests": committed[rows]})
+
+    monkeypatch.setattr("lora_spec.substrate.adapters.train_adapters", train)
+    monkeypatch.setattr(Collector, "execute", execute)
+    params = reproduce.load_reproduce_params()
+    design = reproduce.reduced_design(load_design(params.design), [name], params)
+    plan = reproduce.Plan(params, design, committed, {}, tmp_path / "rerun")
+    report = reproduce.run_reproduction(plan)
+    assert report.reproduced == [name] and report.weights[name].says == "identical"
+    assert trained == [[name]]
+    weights = tmp_path / "rerun" / "cache" / "adapters" / name / "adapter_model.safetensors"
+    assert weights.is_file()
+    assert load_design(tmp_path / "rerun" / "design.yaml") == design
