@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from lora_spec.errors import ParamsError
-from lora_spec.params import StrictModel, load_params
+from lora_spec.frozen import LOCK_FILE, FileName, FrozenRepo, Repo, Revision, Sha256, load_lock
+from lora_spec.params import StrictModel, load_params, validate
 
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Key = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
 
 
 class Geometry(StrictModel):
@@ -50,23 +50,26 @@ class LayerDropSource(StrictModel):
 
 
 class HubSource(StrictModel):
-    """Weights on the hub; ``revision`` is a commit, or null while the model is not frozen."""
+    """Weights on the hub; ``revision`` is a commit, or null while the model is not frozen (see `frozen`)."""
 
     kind: Literal["hub"]
-    repo: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+$")]
-    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
+    repo: Repo
+    revision: Revision | None = None
 
 
 class ModelEntry(StrictModel):
-    """One model. ``files`` maps the built files that matter to their sha256; a frozen model has them."""
+    """One model. ``files`` maps the built files that matter to their sha256; a frozen model has them.
+
+    ``licence`` and ``geometry`` may be null while a hub model is unfrozen and nobody has looked them up.
+    """
 
     title: str
     tier: Literal["pocket", "colab", "paper"]
     role: Literal["target", "drafter"]
     status: Literal["frozen", "unfrozen"]
     base_name: str
-    licence: str
-    geometry: Geometry
+    licence: str | None = None
+    geometry: Geometry | None = None
     source: Annotated[WheelSource | LayerDropSource | HubSource, Field(discriminator="kind")]
     files: dict[FileName, Sha256] = Field(default_factory=dict)
     bytes: PositiveInt | None = None
@@ -76,6 +79,9 @@ class ModelEntry(StrictModel):
         pinned = self.source.revision if isinstance(self.source, HubSource) else self.files
         if self.status == "frozen" and not pinned:
             raise ValueError("a frozen model needs pinned hashes or a pinned revision")
+        known = self.licence is not None and self.geometry is not None
+        if not known and (self.status == "frozen" or not isinstance(self.source, HubSource)):
+            raise ValueError("only an unfrozen model of the hub may lack its licence or geometry")
         return self
 
     @property
@@ -114,7 +120,7 @@ class ModelsParams(StrictModel):
 
     def _check_layer_drop(self, name: str, entry: ModelEntry, source: LayerDropSource) -> None:
         parent = self.models.get(source.parent)
-        if parent is None:
+        if parent is None or parent.geometry is None or entry.geometry is None:
             raise ValueError(f"model {name} drops layers of the unknown model {source.parent}")
         layers = parent.geometry.num_hidden_layers
         if (
@@ -151,5 +157,30 @@ def _known(entries: dict[str, object]) -> str:
 
 
 def load_models(path: str = "models.yaml") -> ModelsParams:
-    """Read and check ``params/models.yaml``."""
-    return load_params(ModelsParams, path)
+    """Read and check ``params/models.yaml``, with what ``params/frozen.yaml`` freezes of it.
+
+    Raises:
+        ParamsError: a damaged file, or a lock that freezes something else than is declared.
+    """
+    declared = load_params(ModelsParams, path)
+    frozen = load_lock().models
+    return declared if not frozen else _with_frozen(declared, frozen)
+
+
+def _with_frozen(declared: ModelsParams, frozen: Mapping[str, FrozenRepo]) -> ModelsParams:
+    entries = {key: entry.model_dump(mode="json") for key, entry in declared.models.items()}
+    for key, lock in frozen.items():
+        source = declared.model(key).source
+        if not isinstance(source, HubSource) or source.repo != lock.repo:
+            raise ParamsError(
+                f"frozen {key} is {lock.repo}, which is not what is declared",
+                where=f"params/{LOCK_FILE}",
+                fix="freeze again: lora-spec freeze --execute",
+            )
+        entry = entries[key]
+        entry["source"]["revision"] = lock.revision
+        entry |= {"status": "frozen", "files": dict(lock.files), "bytes": lock.bytes}
+        entry["licence"] = entry["licence"] or lock.licence
+        entry["geometry"] = entry["geometry"] or lock.config
+    pairs = {key: pair.model_dump(mode="json") for key, pair in declared.pairs.items()}
+    return validate(ModelsParams, {"models": entries, "pairs": pairs}, where=f"params/{LOCK_FILE}")

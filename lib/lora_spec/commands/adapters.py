@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from lora_spec.commands.plan import show_planned_only
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -24,6 +26,9 @@ def register(app: typer.Typer) -> None:
             bool,
             typer.Option("--record-hashes", help="Write the trained hashes to params/adapter_hashes.yaml."),
         ] = False,
+        tier: Annotated[
+            str, typer.Option("--tier", help="pocket, or a tier that is only planned here (paper).")
+        ] = "pocket",
     ) -> None:
         """Train the LoRA adapters declared in params/adapter_pool.yaml (cpu tier, about 70 CPU-seconds each).
 
@@ -31,6 +36,9 @@ def register(app: typer.Typer) -> None:
         """
         from lora_spec.substrate.adapters import plan_adapters, record_hashes_file, train_adapters
 
+        if tier != "pocket":
+            show_planned_only(tier, execute)
+            return
         if execute:
             train_adapters(only or (), workers=workers)
         states = plan_adapters(only or ())

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from lora_spec.commands.plan import show_planned_only
+
 _Design = Annotated[str, typer.Argument(help="Design file, relative to params/ (phase2_screen.yaml).")]
 _Execute = Annotated[bool, typer.Option("--execute", help="Run; without it the plan is printed and checked.")]
 _Workers = Annotated[int, typer.Option(min=1, help="Units measured at the same time.")]
@@ -22,7 +24,11 @@ def _run(
 
     from lora_spec.measure.collector import Collector
     from lora_spec.paths import rel
+    from lora_spec.tier_plan import planned_tier
 
+    if tier := planned_tier(design):
+        show_planned_only(tier, execute)
+        return
     collector = Collector(design, task)
     if execute:
         collector.execute(workers=workers, only=only or (), replace_stale=replace_stale)
