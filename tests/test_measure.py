@@ -117,6 +117,21 @@ def test_scores_do_not_depend_on_how_requests_are_served() -> None:
     assert configs(design_of()) != configs(design_of(own={"count": 95}))
 
 
+def test_the_plan_counts_the_requests_that_are_served(tmp_path: Path) -> None:
+    path = tmp_path / "design.yaml"
+    path.write_text(yaml.safe_dump(design_of(depths=[2]).config()))
+    counted = {row.unit.name: row.requests for row in Collector(str(path), "acceptance").plan()}
+    assert counted == {
+        SELF_DRAFT: 32 * 3,  # greedy; T = 0.8 with drafts of both kinds
+        FP32: 8 * 3,
+        "base--german": 2 * (96 + 32),
+        "base--sql": 2 * (96 + 32),
+        "base--general": 2 * 32,
+        "german-r16-all-s40": 2 * (96 + 32 + 32),
+        "sql-r64-attention-s24": 2 * (96 + 32 + 32),
+    }
+
+
 def test_dflash_designs_skip_only_the_controls_that_score_the_drafter() -> None:
     domains = {"german-r16-all-s40": "german", "sql-r64-attention-s24": "sql"}
     units = [unit.name for unit in design_units(design_of(), domains)]

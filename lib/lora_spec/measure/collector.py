@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lora_spec.errors import EvidenceError, LoraSpecError, exit_status
 from lora_spec.measure.design import (
+    FP32,
     GENERAL,
+    SELF_DRAFT,
     Design,
     MeasureUnit,
     UnitKind,
@@ -115,12 +117,19 @@ class Collector:
         for unit in units:
             if only and unit.name not in only:
                 continue
-            if self.task == "acceptance":
-                requests = sum(self.design.requests(s) for s in unit.prompt_sets)
-            else:
-                requests = self.design.own.count
-            rows.append(PlannedUnit(unit, self.path(unit), self.state(unit), requests))
+            rows.append(PlannedUnit(unit, self.path(unit), self.state(unit), self._requests(unit)))
         return rows
+
+    def _requests(self, unit: MeasureUnit) -> int:
+        """Speculative requests of a unit, or windows scored; a stopping rule may leave some out."""
+        design, limits = self.design, self.design.controls
+        if self.task == "overlap":
+            return design.own.count
+        if unit.name == FP32:
+            return limits.fp32_prompts * (1 + len(limits.fp32_adapters))
+        if unit.name == SELF_DRAFT:  # each decoding, and the sampled ones with greedy drafts too
+            return (limits.self_draft_prompts or 0) * (2 * len(design.decodings) - 1)
+        return sum(design.requests(prompt_set) for prompt_set in unit.prompt_sets)
 
     def problems(self, only: Sequence[str] = ()) -> list[str]:
         """What is wrong with the frozen inputs of the units to do, all or those named; no torch, no vLLM."""
