@@ -218,7 +218,8 @@ def test_many_adapters_with_long_names_fit_the_page(count):
     frame = label_frame(count, "a-rather-long-name-of-an-adapter-from-a-hub")
     figure = plots.screen_figure(frame, 1.96, 0.05, MEASURED)
     figure.draw_without_rendering()
-    assert figure.get_size_inches()[1] < 9
+    width, height = figure.get_size_inches()
+    assert height < 9 and figure.get_tightbbox().x1 <= width + 0.01
     shown = 0
     for axes in figure.axes:
         labels = axes.get_yticklabels()

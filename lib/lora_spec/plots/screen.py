@@ -52,7 +52,7 @@ def screen_figure(labels: pd.DataFrame, z: float, margin: float, stamp: Stamp) -
         for axes, column in zip(grid[0], columns, strict=True):
             _sorted_column(axes, labels, column, z, margin)
             axes.set_ylim(-tallest + 0.2, 0.8)
-            axes.set_xlabel(f"Δα̂, adapted − base\n(bars: ± {z:.2f} standard errors over paired prompts)")
+            axes.set_xlabel(f"Δα̂, adapted − base\n(± {z:.2f} standard errors)")
         handles = [
             Line2D([], [], color=BLACK, marker="o", label="T = 0.8, own domain (primary)"),
             Line2D([], [], color=BLACK, marker="o", markerfacecolor="white", label="… not told from zero"),
