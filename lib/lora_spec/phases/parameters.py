@@ -57,10 +57,15 @@ class ScreenParameters(NotebookParameters):
     loads: list[int] = Field(min_length=1)
 
 
+class ConfirmParameters(NotebookParameters):
+    """``phase2_confirm``."""
+
+
 NOTEBOOKS: dict[str, type[NotebookParameters]] = {
     "phase0_composability": ComposabilityParameters,
     "phase1_effect": EffectParameters,
     "phase2_screen": ScreenParameters,
+    "phase2_confirm": ConfirmParameters,
 }
 """Notebook name to the model of its parameters."""
 
