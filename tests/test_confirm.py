@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lora_spec.errors import EvidenceError, ParamsError
 from lora_spec.measure.design import load_design
-from lora_spec.phases import agreement, confirm, entropy, healing, predictor, screen, selection
+from lora_spec.phases import agreement, confirm, entropy, healing, predictor, screen, selection, strength
 from lora_spec.phases.carryover import Errors, deming_slope, disattenuated, pearson
 from lora_spec.phases.parameters import ConfirmParameters, NotebookParameters
 from lora_spec.phases.selection import ConfirmRule, choose
@@ -480,12 +480,12 @@ def test_standard_errors_and_what_drafters_share_come_from_prompts(whole: confir
 
 def test_tables_and_sentences_of_whole_evidence(whole: confirm.Confirmed, results: Path) -> None:
     assert whole.others == ["healed", "dflash"]
-    strength = confirm.strength_table(whole)
-    assert list(strength["drafter"]) == list(confirm.DRAFTERS) and strength["adapters"].nunique() == 1
-    assert (strength["low"] < strength["mean"]).all() and (strength["mean"] < strength["high"]).all()
-    assert (strength[["down", "none", "up"]].sum(axis=1) == strength["adapters"]).all()
-    assert confirm.strength_sentence(strength).count("α̂ without an adapter") == 3
-    assert confirm.base_table(whole).notna().all(axis=None)
+    strong = strength.strength_table(whole)
+    assert list(strong["drafter"]) == list(confirm.DRAFTERS) and strong["adapters"].nunique() == 1
+    assert (strong["low"] < strong["mean"]).all() and (strong["mean"] < strong["high"]).all()
+    assert (strong[["down", "none", "up"]].sum(axis=1) == strong["adapters"]).all()
+    assert strength.strength_sentence(strong).count("α̂ without an adapter") == 3
+    assert strength.base_table(whole).notna().all(axis=None)
     assert confirm.controls_table(whole)["passed"].all()
     look = predictor.load_first_look(SMOKE)
     table = agreement.calibration_table(confirm.measured_table(whole), look.interval[0])
@@ -506,7 +506,7 @@ def test_part_of_the_evidence_is_told_to_be_part(own_results: Path) -> None:
     assert "0 of the 18 chosen adapters were measured under the drafter “DFlash" in sentence
     pairs = confirm.pair_table(confirmed)
     assert len(pairs) == 5 and agreement.agreement_sentence(agreement.agreement_table(pairs))
-    assert len(confirm.strength_table(confirmed)) == 2
+    assert len(strength.strength_table(confirmed)) == 2
     points = entropy.point_table(confirmed, entropy.window_table(confirmed.evidence[confirm.REFERENCE]), None)
     table = entropy.interaction_table(points, entropy.window_table(confirmed.evidence[confirm.REFERENCE]))
     assert "healed" not in set(table["drafter"]), "its entropy is not on record"
