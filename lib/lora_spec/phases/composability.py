@@ -16,7 +16,7 @@ from lora_spec.phases.cell_matrix import (
     Matrix,
     measured_rows,
 )
-from lora_spec.phases.evidence import CONTROL_COLUMNS
+from lora_spec.phases.evidence import CONTROL_COLUMNS, folder_table
 from lora_spec.provenance import Record
 
 HEADERS = {
@@ -36,20 +36,11 @@ HEADERS = {
 
 def evidence_table(matrix: Matrix) -> pd.DataFrame:
     """Per folder: records, the engine seconds they took, and how many ran uncommitted code."""
-    rows = []
-    for folder in dict.fromkeys(name.split("/")[0] for name in matrix.records):
-        records = [r for name, r in matrix.records.items() if name.split("/")[0] == folder]
-        rows.append(
-            {
-                "evidence": folder,
-                "tier": matrix.stamp.tier,
-                "class": matrix.stamp.evidence_class,
-                "records": len(records),
-                "engine_seconds": round(sum(r.results["seconds"] for r in records)),
-                "uncommitted": sum(bool(r.git.get("dirty")) for r in records),
-            }
-        )
-    return pd.DataFrame(rows)
+    return folder_table(
+        matrix.records,
+        matrix.stamp,
+        lambda records: {"engine_seconds": round(sum(r.results["seconds"] for r in records))},
+    )
 
 
 def coverage_sentence(matrix: Matrix) -> str:
