@@ -11,6 +11,7 @@ both are right.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lora_spec.serving._patching import Fix
@@ -21,22 +22,22 @@ if TYPE_CHECKING:
 _LANES = 64  # the kernel takes whole vectors only
 
 
-def rms_norm(out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:
-    """Root-mean-square norm over the last axis, into `out`.
+def grouped(stock: Callable[..., None]) -> Callable[..., None]:
+    """`_custom_ops.rms_norm` that also knows one weight a group.
 
     Args:
-        out, input: [..., size].
-        weight: [size], or [groups, size] with as many groups as the first axis of `input` is long, or None.
-        epsilon: added to the mean square.
+        stock: vLLM's, right for one weight.
     """
-    from vllm import _custom_ops
 
-    stock = _FIX.original(_custom_ops, "rms_norm")
-    if weight is None or weight.dim() < 2:
-        stock(out, input, weight, epsilon)
-        return
-    for group, own in enumerate(weight):
-        stock(out[group], input[group], own, epsilon)
+    def rms_norm(out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:
+        # weight: [size] or None, or [groups, size], with as many groups as the first axis of input is long.
+        if weight is None or weight.dim() < 2:
+            stock(out, input, weight, epsilon)
+            return
+        for group in range(weight.shape[0]):
+            stock(out[group], input[group], weight[group], epsilon)
+
+    return rms_norm
 
 
 def stock_is_wrong() -> bool:
@@ -58,7 +59,7 @@ def stock_is_wrong() -> bool:
 def _put() -> None:
     from vllm import _custom_ops
 
-    _FIX.replace(_custom_ops, "rms_norm", rms_norm)
+    _FIX.replace(_custom_ops, "rms_norm", grouped(_FIX.original(_custom_ops, "rms_norm")))
 
 
 _FIX = Fix("context_norms", _put, needed=stock_is_wrong)
