@@ -49,6 +49,25 @@ class LayerDropSource(StrictModel):
     dropped_layers: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)]
 
 
+class HealedSource(StrictModel):
+    """Another model of this file without some of its layers, with a LoRA that heals the gap merged in.
+
+    ``adapter_sha256`` is that of the committed LoRA's weights; None before it is trained.
+    """
+
+    kind: Literal["healed"]
+    parent: Key
+    dropped_layers: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)]
+    adapter_sha256: Sha256 | None = None
+
+
+class TrainedSource(StrictModel):
+    """A drafter trained here and committed: ``examples/drafters/<key>``. It reads its ``target``."""
+
+    kind: Literal["trained"]
+    target: Key
+
+
 class HubSource(StrictModel):
     """Weights on the hub; ``revision`` is a commit, or null while the model is not frozen (see `frozen`)."""
 
@@ -70,13 +89,19 @@ class ModelEntry(StrictModel):
     base_name: str
     licence: str | None = None
     geometry: Geometry | None = None
-    source: Annotated[WheelSource | LayerDropSource | HubSource, Field(discriminator="kind")]
+    source: Annotated[
+        WheelSource | LayerDropSource | HealedSource | TrainedSource | HubSource, Field(discriminator="kind")
+    ]
     files: dict[FileName, Sha256] = Field(default_factory=dict)
     bytes: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _frozen_is_pinned(self) -> ModelEntry:
-        pinned = self.source.revision if isinstance(self.source, HubSource) else self.files
+        pinned: object = self.files
+        if isinstance(self.source, HubSource):
+            pinned = self.source.revision
+        elif isinstance(self.source, HealedSource):
+            pinned = self.files and self.source.adapter_sha256
         if self.status == "frozen" and not pinned:
             raise ValueError("a frozen model needs pinned hashes or a pinned revision")
         known = self.licence is not None and self.geometry is not None
@@ -114,11 +139,13 @@ class ModelsParams(StrictModel):
                 if key not in self.models:
                     raise ValueError(f"pair {name} names the unknown model {key}")
         for name, entry in self.models.items():
-            if isinstance(entry.source, LayerDropSource):
+            if isinstance(entry.source, LayerDropSource | HealedSource):
                 self._check_layer_drop(name, entry, entry.source)
+            if isinstance(entry.source, TrainedSource) and entry.source.target not in self.models:
+                raise ValueError(f"model {name} is trained for the unknown model {entry.source.target}")
         return self
 
-    def _check_layer_drop(self, name: str, entry: ModelEntry, source: LayerDropSource) -> None:
+    def _check_layer_drop(self, name: str, entry: ModelEntry, source: LayerDropSource | HealedSource) -> None:
         parent = self.models.get(source.parent)
         if parent is None or parent.geometry is None or entry.geometry is None:
             raise ValueError(f"model {name} drops layers of the unknown model {source.parent}")

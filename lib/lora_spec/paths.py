@@ -63,6 +63,11 @@ def examples_dir() -> Path:
     return repo_root() / "examples" / "adapters"
 
 
+def drafters_dir() -> Path:
+    """Drafters, and parts of drafters, that were trained here and are committed."""
+    return repo_root() / "examples" / "drafters"
+
+
 def adapter_dir(name: str) -> Path:
     """Directory of a pool adapter: the trained one in the cache, else the committed example."""
     trained = cache_dir() / "adapters" / name

