@@ -137,13 +137,9 @@ def train_run(
         CheckpointError: the corpus is too short, or the loss is not finite.
         MissingTierError: torch, transformers or peft is not installed.
     """
-    torch, peft, transformers = _import_training()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(recipe.seed)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.bfloat16, local_files_only=True, attn_implementation="sdpa"
-    )
+    model = load_frozen(base, recipe.seed)
+    import peft
+
     check_layers(recipe, model.config.num_hidden_layers)
     blocks = pack_blocks(base / TOKENIZER, texts, model.config.eos_token_id, training.block_tokens)
     steps = stops[-1]
@@ -162,39 +158,97 @@ def train_run(
         task_type="CAUSAL_LM",
     )
     model = peft.get_peft_model(model, lora)
+    losses: list[float] = []
+    if 0 in stops:
+        yield snapshot(model, base_name, losses)
+    for loss in optimise(
+        model,
+        [blocks[number] for number in order],
+        lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss,
+        training,
+        learning_rate=recipe.learning_rate,
+        schedule=recipe.schedule,
+        where=recipe.name,
+        say=say,
+    ):
+        losses.append(loss)
+        if len(losses) in stops:
+            yield snapshot(model, base_name, losses)
+
+
+def load_frozen(base: Path, seed: int) -> Any:
+    """The model in ``base`` in bfloat16, in a process made deterministic: one thread, seeded, exact kernels.
+
+    Raises:
+        MissingTierError: torch, transformers or peft is not installed.
+    """
+    torch, transformers = _import_training()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.bfloat16, local_files_only=True, attn_implementation="sdpa"
+    )
+
+
+def optimise(
+    model: Any,
+    blocks: Sequence[Sequence[int]],
+    loss_of: Callable[[Any], Any],
+    training: Training,
+    *,
+    learning_rate: float,
+    schedule: int,
+    where: str,
+    say: Say,
+) -> Iterator[float]:
+    """Train what is trainable in ``model``, in place: a step for every ``training.batch`` blocks.
+
+    Args:
+        model: to train.
+        blocks: token ids, in the order of training.
+        loss_of: int64 ids of shape (batch, tokens) to a scalar loss in nats per token.
+        training: batch, warm-up, weight decay and clipping.
+        learning_rate: its peak.
+        schedule: steps of the learning-rate schedule, at least those made.
+        where: what is trained, for messages.
+        say: receives a line every few steps.
+
+    Yields:
+        After each step, the loss of its batch before the step.
+
+    Raises:
+        CheckpointError: the loss is not finite.
+    """
+    import torch
+
     model.train()
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=training.weight_decay)
-    losses: list[float] = []
-
-    def trained() -> Trained:
-        state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-        tensors = {
-            name: tensor.detach().float().clone().contiguous() for name, tensor in sorted(state.items())
-        }
-        return Trained(tensors, _plain_config(model.peft_config["default"], base_name), list(losses))
-
-    if 0 in stops:
-        yield trained()
+    optimizer = torch.optim.AdamW(weights, lr=learning_rate, weight_decay=training.weight_decay)
+    steps = len(blocks) // training.batch
     for step in range(steps):
-        chosen = order[step * training.batch : (step + 1) * training.batch]
-        ids = torch.tensor([blocks[number] for number in chosen])
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        losses.append(loss.item())
+        ids = torch.tensor(blocks[step * training.batch : (step + 1) * training.batch])
+        loss = loss_of(ids)
         if not torch.isfinite(loss):
-            raise CheckpointError(f"the loss is not finite at step {step + 1}", where=recipe.name)
+            raise CheckpointError(f"the loss is not finite at step {step + 1}", where=where)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, training.max_grad_norm)
         for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * learning_rate_factor(
-                step, recipe.schedule, training.warmup_fraction
-            )
+            group["lr"] = learning_rate * learning_rate_factor(step, schedule, training.warmup_fraction)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step == 0 or (step + 1) % 10 == 0 or step + 1 == steps:
-            say(f"step {step + 1}/{steps} loss {losses[-1]:.4f}")
-        if step + 1 in stops:
-            yield trained()
+            say(f"step {step + 1}/{steps} loss {loss.item():.4f}")
+        yield loss.item()
+
+
+def snapshot(model: Any, base_name: str, losses: Sequence[float]) -> Trained:
+    """The LoRA on ``model`` as it is now."""
+    import peft
+
+    state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    tensors = {name: tensor.detach().float().clone().contiguous() for name, tensor in sorted(state.items())}
+    return Trained(tensors, _plain_config(model.peft_config["default"], base_name), list(losses))
 
 
 def check_layers(recipe: Recipe, layers: int) -> None:
@@ -211,9 +265,9 @@ def check_layers(recipe: Recipe, layers: int) -> None:
         )
 
 
-def _import_training() -> tuple[Any, Any, Any]:
+def _import_training() -> tuple[Any, Any]:
     try:
-        import peft
+        import peft  # noqa: F401  as needed as the others
         import torch
         import transformers
     except ImportError as error:
@@ -222,7 +276,7 @@ def _import_training() -> tuple[Any, Any, Any]:
         ) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    return torch, peft, transformers
+    return torch, transformers
 
 
 def _plain_config(config: Any, base_name: str) -> dict[str, Any]:
