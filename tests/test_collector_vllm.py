@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -19,8 +20,12 @@ from safetensors.numpy import load_file, save_file
 
 from lora_spec.acceptance import label_table
 from lora_spec.errors import MissingTierError
-from lora_spec.measure.design import load_design
+from lora_spec.measure.design import EngineParams, load_design
+from lora_spec.measure.engine import Completion, EngineSpec, Request
 from lora_spec.measure.inputs import Inputs
+from lora_spec.measure.lossless import losslessness
+from lora_spec.measure.session import Call, run_session
+from lora_spec.measure.tiny_models import VOCAB, prompts, save, save_random_adapter, tiny_dflash, tiny_llama
 from lora_spec.measure.units import ArmRunner
 from lora_spec.paths import examples_dir
 from lora_spec.provenance import load_record, load_table
@@ -38,6 +43,7 @@ def small_design(path: Path) -> Path:
     """
     config = load_design("phase2_screen.yaml").config()
     config |= {
+        "output": "resume-test",  # logs and locks lie apart from those of a screen that may be running
         "adapters": [ADAPTER],
         "max_tokens": 12,
         "depths": [2],
@@ -76,6 +82,14 @@ def start(design: Path, results: Path) -> subprocess.Popen[bytes]:
     )
 
 
+def finish(run: subprocess.Popen[bytes]) -> bytes:
+    """Output of a run that is waited for, and ended (with its units) where it takes too long."""
+    try:
+        return run.communicate(timeout=900)[0]
+    finally:
+        run.kill()
+
+
 @pytest.fixture(scope="module")
 def ready() -> None:
     try:
@@ -88,7 +102,7 @@ def ready() -> None:
 
 def test_a_killed_run_resumes_and_a_repeated_unit_gives_equal_tokens(ready: None, tmp_path: Path) -> None:
     design, results = small_design(tmp_path / "design.yaml"), tmp_path / "results"
-    folder = results / "pocket" / "phase2" / "screen"
+    folder = results / "pocket" / "phase2" / "resume-test"
     run = start(design, results)
     deadline = time.monotonic() + 300
     while not list(folder.glob("*.json")) and run.poll() is None and time.monotonic() < deadline:
@@ -101,7 +115,7 @@ def test_a_killed_run_resumes_and_a_repeated_unit_gives_equal_tokens(ready: None
         load_record(path)
 
     run = start(design, results)
-    output, _ = run.communicate(timeout=600)
+    output = finish(run)
     assert run.returncode == 0, output.decode()
     names = {"control--self-draft", "control--fp32-lossless", "base--german", "base--general", ADAPTER}
     assert {path.stem for path in folder.glob("*.json")} == names
@@ -134,7 +148,7 @@ def test_a_killed_run_resumes_and_a_repeated_unit_gives_equal_tokens(ready: None
 
     unit.unlink()
     run = start(design, results)
-    output, _ = run.communicate(timeout=600)
+    output = finish(run)
     assert run.returncode == 0, output.decode()
     again = load_table(unit, "requests")
     assert again["output_sha256"].tolist() == before["output_sha256"].tolist()
@@ -158,3 +172,37 @@ def test_an_adapter_that_was_never_trained_changes_no_logit(ready: None, tmp_pat
     assert all(changed)
     unchanged = runner.first_tokens_changed(unit, replace(trained, path=null), dtype="bfloat16")
     assert unchanged == [False] * len(changed)
+
+
+def test_dflash_drafts_are_sampled_losslessly_beside_target_lora(tmp_path: Path) -> None:
+    """Where asked to, vLLM draws DFlash drafts from the drafter's distributions, by the request's seeds."""
+    model = tiny_llama()
+    target = Path(save(model, tmp_path / "target"))
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"eos_token_id": VOCAB - 1}))
+    adapter = Path(save_random_adapter(model.state_dict(), tmp_path / "adapter", seed=3))
+    params = EngineParams(dtype="float32", max_num_seqs=8, max_model_len=64, kv_cache_gib=1, threads=1)
+    plain = EngineSpec(target=target, params=params, seed=1, adapter=adapter, max_lora_rank=8)
+    drafter = Path(tiny_dflash().save(tmp_path / "drafter"))
+    speculative = replace(plain, drafter=drafter, method="dflash", num_speculative_tokens=4)
+
+    def calls(adapted: bool) -> list[Call]:
+        def requests(target_seed: int | None, draft_seed: int | None) -> list[Request]:
+            return [Request(p, target_seed, draft_seed, adapted) for p in prompts(8)]
+
+        seeds = [(None, None), (5, 6), (5, 6), (5, 7)]
+        return [Call(requests(*pair), 0.8 if pair[0] else 0.0, 24, logprobs=2) for pair in seeds]
+
+    def work(completions: list[Completion]) -> list[tuple[list[int], list[int]]]:
+        return [(done.tokens, done.steps_accepted) for done in completions]
+
+    expected = run_session(plain, [calls(False)[0], calls(True)[0]]).completions
+    found = run_session(speculative, [*calls(False), *calls(True)])
+    assert found.fixes["shared_embeddings"] == "applied"
+    for reference, got in zip(expected, (found.completions[:4], found.completions[4:]), strict=True):
+        greedy, once, again, otherwise = got
+        assert losslessness(reference, greedy, near_tie=1e-3)["lossless"]
+        assert work(once) == work(again)
+        assert work(once) != work(otherwise), "the draft seed does nothing: drafts are not sampled"
+        assert sum(sum(done.steps_accepted) for done in got[1]) > 0
+    assert [c.tokens for c in expected[0]] != [c.tokens for c in expected[1]], "the adapter does nothing"
