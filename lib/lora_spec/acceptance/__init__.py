@@ -1,5 +1,6 @@
 """Counts of accepted drafts to rates, paired effects and labels: one place where counts become rates."""
 
+from lora_spec.acceptance.attempts import attempt_weights
 from lora_spec.acceptance.counts import (
     Censored,
     Rates,
@@ -34,6 +35,7 @@ __all__ = [
     "al_emitted",
     "al_vllm",
     "alpha_hat",
+    "attempt_weights",
     "censor_last_step",
     "censor_requests",
     "check_base_floor",

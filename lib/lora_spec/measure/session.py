@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from lora_spec.errors import EngineError
@@ -33,10 +35,19 @@ class Call:
 
 @dataclass(frozen=True)
 class SessionResult:
-    """Completions per call, and what the engine's process reports of its mendings."""
+    """What an engine's process answers.
+
+    Attributes:
+        completions: per call.
+        fixes: what it reports of its mendings.
+        cpu_s: CPU seconds of each call, all threads of the process.
+        start_cpu_s: CPU seconds until it served, the import of vLLM included.
+    """
 
     completions: list[list[Completion]]
     fixes: dict[str, str]
+    cpu_s: list[float] = field(default_factory=list)
+    start_cpu_s: float = 0.0
 
 
 def serve(engine: Engine, call: Call) -> list[Completion]:
@@ -59,9 +70,15 @@ def run_calls(spec: EngineSpec, calls: Sequence[Call]) -> SessionResult:
     """Start an engine here, serve ``calls`` in order, stop it."""
     from lora_spec.serving import status
 
+    begun = time.process_time()
     with running_engine(spec) as engine:
-        completions = [serve(engine, call) for call in calls]
-        return SessionResult(completions, dict(status()))
+        marks = [time.process_time()]
+        completions = []
+        for call in calls:
+            completions.append(serve(engine, call))
+            marks.append(time.process_time())
+        spent = [after - before for before, after in pairwise(marks)]
+        return SessionResult(completions, dict(status()), spent, marks[0] - begun)
 
 
 def _child(connection: Any, spec: EngineSpec, calls: Sequence[Call]) -> None:

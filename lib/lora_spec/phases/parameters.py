@@ -61,10 +61,15 @@ class ConfirmParameters(NotebookParameters):
     """``phase2_confirm``."""
 
 
+class CostParameters(NotebookParameters):
+    """``phase2_cost``."""
+
+
 NOTEBOOKS: dict[str, type[NotebookParameters]] = {
     "phase0_composability": ComposabilityParameters,
     "phase1_effect": EffectParameters,
     "phase2_screen": ScreenParameters,
+    "phase2_cost": CostParameters,
     "phase2_confirm": ConfirmParameters,
 }
 """Notebook name to the model of its parameters."""

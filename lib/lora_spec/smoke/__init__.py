@@ -17,6 +17,7 @@ from lora_spec.smoke.acceptance import write_screen
 from lora_spec.smoke.composability import write_composability
 from lora_spec.smoke.confirm import write_confirm
 from lora_spec.smoke.draws import TIER
+from lora_spec.smoke.evidence_cost import write_evidence_cost
 from lora_spec.smoke.predictor import write_predictor
 
 __all__ = ["DESIGNS", "TIER", "main", "write_smoke"]
@@ -44,7 +45,12 @@ def write_smoke(results: Path) -> list[Path]:
         design = load_design(path)
         written += write_screen(results / TIER / design.phase, design)
     write_predictor(results, load_design(DESIGNS[-1]))
-    return written + write_confirm(results) + write_composability(results)
+    return [
+        *written,
+        *write_confirm(results),
+        *write_composability(results),
+        *write_evidence_cost(results),
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
