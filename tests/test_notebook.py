@@ -252,7 +252,7 @@ def test_nbval_passes_a_true_output_and_fails_a_tampered_one(make_notebook):
 
 
 def test_a_tampered_copy_of_a_stored_notebook_fails(tmp_path):
-    """One real notebook with one digit of a checked output changed: the smallest that shows a number there."""
+    """One digit of a checked output changed, in the smallest stored notebook that shows a number there."""
     shift = str.maketrans("123456789", "234567891")
 
     def text(cell):
