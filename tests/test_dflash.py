@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_spec.errors import EvidenceError, ParamsError
+from lora_spec.errors import EvidenceError, LoraSpecError, MissingTierError, ParamsError
+from lora_spec.measure import dflash as evaluation
+from lora_spec.measure import dflash_card
+from lora_spec.measure.engine import Completion
+from lora_spec.measure.rows import request_rows
+from lora_spec.models import load_models
 from lora_spec.params import read_yaml, validate
 from lora_spec.paths import params_dir
-from lora_spec.provenance import load_record, new_record, write_record
+from lora_spec.provenance import Record, load_record, new_record, write_record
+from lora_spec.substrate import pocket
 from lora_spec.substrate.corpora import load_corpora
-from lora_spec.substrate.dflash import data, prompts
+from lora_spec.substrate.dflash import data, export, prompts
 from lora_spec.substrate.dflash.config import DataParams, DflashParams, load_dflash
+from lora_spec.substrate.dflash.weights import drafter_shape
 from lora_spec.substrate.extractors import Document
 from lora_spec.substrate.prompts import load_prompts
 
@@ -24,7 +35,8 @@ from lora_spec.substrate.prompts import load_prompts
 def values(**changes: object) -> dict:
     """The declared parameters with some of the data's changed."""
     declared = read_yaml(params_dir() / "dflash.yaml")
-    return declared | {"data": declared["data"] | changes}
+    train = declared["train"] | {"anchors": 2, "drafts": [2]}
+    return declared | {"data": declared["data"] | changes, "train": train}
 
 
 def params(**changes: object) -> DflashParams:
@@ -47,6 +59,35 @@ def test_declared_data_covers_every_open_domain_and_temperature() -> None:
         total = sum(of_domain.values())
         assert total >= 0.8 * declared.data.sequences / len(declared.data.domains)
         assert of_domain[0.0] == pytest.approx(total / 2, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ("model", {"taps": []}),
+        ("model", {"taps": [5, 5]}),
+        ("model", {"taps": [13, 5]}),
+        ("train", {"drafts": []}),
+        ("train", {"drafts": [0]}),
+        ("train", {"anchors": 60}),
+        ("train", {"steps": 0}),
+        ("train", {"position_decay": 1.5}),
+        ("train", {"distill": {"top": 8, "weight": -1.0}}),
+        ("train", {"optimiser": "sgd"}),
+    ],
+)
+def test_bad_training_is_refused(section: str, changes: dict) -> None:
+    declared = read_yaml(params_dir() / "dflash.yaml")
+    with pytest.raises(ParamsError):
+        validate(DflashParams, declared | {section: declared[section] | changes}, where="test")
+
+
+@pytest.mark.parametrize("changes", [{"taps": [5, 30]}, {"mask_token_id": 49152}])
+def test_a_drafter_that_does_not_fit_its_target_is_refused(changes: dict) -> None:
+    declared = read_yaml(params_dir() / "dflash.yaml")
+    made = validate(DflashParams, declared | {"model": declared["model"] | changes}, where="test")
+    with pytest.raises(ParamsError, match="outside the target"):
+        drafter_shape(made)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +215,7 @@ def test_heldout_prompts_begin_frozen_windows() -> None:
 # Records.
 
 
-def write_unit(made: DflashParams, name: str, rows: list[list[int]]) -> data.Sequences:
+def write_unit(made: DflashParams, name: str, rows: list[list[int]], **results: object) -> data.Sequences:
     tokens = np.zeros((len(rows), made.data.length), dtype=np.uint16)
     for number, row in enumerate(rows):
         tokens[number, : len(row)] = row
@@ -182,7 +223,7 @@ def write_unit(made: DflashParams, name: str, rows: list[list[int]]) -> data.Seq
     sequences = data.Sequences(
         tokens, lengths, ["german"] * len(rows), np.float32([0, 0.8] * (len(rows) // 2))
     )
-    record = new_record(
+    whole = new_record(
         experiment="dflash_data",
         tier="pocket",
         phase="phase2",
@@ -190,8 +231,9 @@ def write_unit(made: DflashParams, name: str, rows: list[list[int]]) -> data.Seq
         config=data.unit_config(made, name),
         seed=1,
         revisions=data.unit_revisions(made, name),
+        results=results,
     )
-    write_record(data.unit_path(name), record, {data.TABLE: data._frame(sequences)})
+    write_record(data.unit_path(name), whole, {data.TABLE: data._frame(sequences)})
     return sequences
 
 
@@ -239,6 +281,184 @@ def test_committed_shards_are_those_of_the_parameters() -> None:
     assert not [p for n in present if (p := data.find_unit_problem(made, n))]
     for name in present:
         assert load_record(data.unit_path(name)).results["generated_tokens"] > 0
+
+
+# The trained drafter as a model of the project.
+
+
+def test_its_config_is_what_the_engine_and_the_registry_expect() -> None:
+    made = load_dflash()
+    config = export.engine_config(made)
+    shape = drafter_shape(made)
+    assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
+    assert config["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [5, 13, 21, 26, 29]}
+    assert "layer_types" not in config  # full attention without causality
+    entry = load_models().model(made.drafter)
+    assert entry.geometry.model_dump().items() <= config.items()
+    assert shape.matrices()["fc.weight"] == (576, 5 * 576)
+    assert sum(rows * columns for rows, columns in shape.matrices().values()) == 8_736_768
+
+
+MODELS_TEXT = """\
+models:
+  first:
+    status: unfrozen
+    files:
+      a: kept
+  drafter:
+    title: a drafter  # with a comment
+    status: unfrozen
+    geometry:
+      hidden_size: 8
+    source:
+      kind: trained
+      target: first
+
+  last:
+    status: unfrozen
+pairs: {}
+"""
+
+
+def test_freezing_pins_one_entry_and_keeps_the_rest() -> None:
+    pins = {"model.safetensors": "b" * 64, "config.json": "a" * 64}
+    text = export.pinned_text(MODELS_TEXT, "drafter", pins, 17)
+    before, after = yaml.safe_load(MODELS_TEXT), yaml.safe_load(text)
+    frozen = {"status": "frozen", "files": pins, "bytes": 17}
+    assert after["models"].pop("drafter") == before["models"].pop("drafter") | frozen
+    assert after == before
+    assert "# with a comment" in text and "\n\n  last:" in text
+    again = export.pinned_text(text, "drafter", pins | {"config.json": "c" * 64}, 18)
+    assert yaml.safe_load(again)["models"]["drafter"]["files"]["config.json"] == "c" * 64
+    assert again.count("files:") == 2 and again.count("bytes:") == 1
+    with pytest.raises(ParamsError, match="other"):
+        export.pinned_text(MODELS_TEXT, "other", pins, 17)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with the real parameters, but for the drafter's pins, and without the drafter."""
+    shutil.copytree(params_dir(), tmp_path / "params")
+    (tmp_path / "pyproject.toml").touch()
+    models = tmp_path / "params" / "models.yaml"
+    content = yaml.safe_load(models.read_text())
+    entry = content["models"][load_dflash().drafter]
+    entry["status"] = "unfrozen"
+    for pin in {"files", "bytes"} & set(entry):
+        del entry[pin]
+    models.write_text(yaml.safe_dump(content, sort_keys=False))
+    monkeypatch.setenv("LORA_SPEC_ROOT", str(tmp_path))
+    return tmp_path
+
+
+def test_a_drafter_is_used_only_as_it_was_pinned(checkout: Path) -> None:
+    made = load_dflash()
+    with pytest.raises(LoraSpecError, match="train it first"):
+        export.freeze_drafter(made)
+    folder = checkout / "examples" / "drafters" / made.drafter
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(export.engine_config(made)))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    export.freeze_drafter(made)
+    entry = load_models().model(made.drafter)
+    assert entry.status == "frozen" and entry.bytes == 7
+    assert pocket.require_model(made.drafter) == folder
+    assert made.drafter not in pocket.pocket_keys(load_models())  # nothing to build
+    (folder / "model.safetensors").write_bytes(b"others!")
+    with pytest.raises(MissingTierError, match="pinned"):
+        pocket.require_model(made.drafter)
+
+
+def test_an_unpinned_drafter_is_not_used(checkout: Path) -> None:
+    made = load_dflash()
+    folder = checkout / "examples" / "drafters" / made.drafter
+    with pytest.raises(MissingTierError, match="not built"):
+        pocket.require_model(made.drafter)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(export.engine_config(made)))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(MissingTierError, match="not pinned"):
+        pocket.require_model(made.drafter)
+
+
+# Evaluation and card.
+
+
+def evaluated_table() -> pd.DataFrame:
+    """Two prompts of two sets: one always accepts all four drafts, the other none."""
+    completions = {
+        "german": [Completion(list(range(11)), "length", [4, 4], [4, 4], [], 0.1)] * 2,
+        "python": [Completion([7] * 5, "length", [0] * 4, [4] * 4, [], 0.1)] * 2,
+    }
+    frames = [
+        request_rows(
+            done, arm="base", adapter="none", prompt_set=name, prompt_indices=[0, 1], decoding="greedy", k=4
+        )
+        for name, done in completions.items()
+    ]
+    return pd.concat(frames, ignore_index=True)
+
+
+def test_acceptance_is_pooled_by_set_and_over_all() -> None:
+    found = evaluation.acceptance_rows(evaluated_table(), evaluation.load_evaluation())["greedy"]
+    assert found["german"]["al_emitted"] == 5.0 and found["python"]["al_emitted"] == 1.0
+    assert found["all"]["al_emitted"] == pytest.approx((20 + 8) / (4 + 8), abs=1e-4)
+    assert found["all"]["low"] <= found["all"]["al_emitted"] <= found["all"]["high"]
+    assert found["german"]["low"] == found["german"]["high"] == 5.0
+    assert found["python"]["survival"] == [0.0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"decodings": {}}, {"decodings": {"t": -1.0}}, {"max_tokens": 0}, {"goal": 2}]
+)
+def test_a_bad_evaluation_is_refused(changes: dict) -> None:
+    declared = read_yaml(params_dir() / "dflash_evaluation.yaml")
+    with pytest.raises(ParamsError):
+        validate(evaluation.EvaluationParams, declared | changes, where="test")
+
+
+def test_every_set_has_the_prompts_of_the_evaluation_and_training_reports_on_others() -> None:
+    made, declared = load_dflash(), evaluation.load_evaluation()
+    chosen = evaluation.evaluation_prompts(made, declared.prompts)
+    assert len(chosen) == declared.prompts.count * (len(made.data.domains) + 1)
+    assert not {tuple(ids) for _, _, ids in chosen} & {prompt.ids for prompt in prompts.heldout_prompts(made)}
+
+
+def test_the_card_states_the_records_numbers(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = params()
+    for name in data.unit_names(made):
+        write_unit(made, name, [[1, 2, 3, 4, 5, 6]] * 2, generated_tokens=1234)
+    monkeypatch.setattr(dflash_card, "drafter_weights_sha256", lambda params: "f" * 64)
+    training = record(
+        {"parameters": 8741, "cpu_seconds": 6000.0, "history": [{"step": 1, "accuracy": [0.456, 0.2]}]}
+    )
+    text = dflash_card.card_text(made, training, None)
+    assert "8,741" in text and "3,702 tokens" in text and "45.6%" in text and "100 CPU-minutes" in text
+    assert "Not measured yet" in text and "f" * 64 in text
+    declared = evaluation.load_evaluation()
+    acceptance = evaluation.acceptance_rows(evaluated_table(), declared)
+    config = {
+        "sets": ["german", "python"],
+        "evaluation": declared.model_dump(mode="json") | {"decodings": {"greedy": 0.0}},
+    }
+    lossless = {"requests": 4, "identical": 3, "max_gap_nats": 0.12}
+    measured = record({"acceptance": acceptance, "lossless": lossless}, config)
+    text = dflash_card.card_text(made, training, measured)
+    assert "| german | 5.00 [5.00, 5.00] |" in text and "3 of 4" in text and "0.12 nats" in text
+    assert max(len(line) for line in text.splitlines() if line[:1] not in ("|", "-")) <= 110
+
+
+def record(results: dict, config: dict | None = None) -> Record:
+    return new_record(
+        experiment="made",
+        tier="pocket",
+        phase="phase2",
+        evidence_class="smoke",
+        config=config or {},
+        seed=0,
+        revisions={},
+        results=results,
+    )
 
 
 def test_the_plan_runs_nothing(results: Path, cli) -> None:

@@ -2,6 +2,9 @@
 
 A random DFlash drafter proposes nearly the same tokens whatever the context, and hardly any is accepted:
 faults in the context's keys and values would change nothing that can be counted.
+
+The forward pass is that of `substrate.dflash.model`, kept apart from it: records of phase 0 carry the hash of
+what is fitted here, which the order of additions decides.
 """
 
 from __future__ import annotations
