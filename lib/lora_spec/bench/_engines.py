@@ -184,7 +184,10 @@ def _start(options: dict[str, Any], params: EngineParams) -> Any:
     import torch
     from vllm import LLM
 
+    from lora_spec.serving import amx_permission
+
     torch.set_num_threads(params.threads)
+    amx_permission.install()  # stock engines need it too, and it changes no number
     return LLM(
         **{
             "skip_tokenizer_init": True,

@@ -35,6 +35,7 @@ _MODULES = {
     "draft_seeds": "lora_spec.serving.draft_seeds",
     "shared_embeddings": "lora_spec.serving.shared_embeddings",
     "context_norms": "lora_spec.serving.context_norms",
+    "amx_permission": "lora_spec.serving.amx_permission",
 }
 FIXES: tuple[str, ...] = tuple(_MODULES)
 
@@ -45,6 +46,7 @@ REPAIRS = {
     "draft_seeds": "seeds of requests for probabilistic drafts; seeded prompts split over two steps on CPU",
     "shared_embeddings": "target LoRA with drafters that share the target's embedding (DFlash, EAGLE)",
     "context_norms": "DFlash drafters of several layers with different key norms on CPU",
+    "amx_permission": "bfloat16 attention of small models on CPUs with AMX",
 }
 
 

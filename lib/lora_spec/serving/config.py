@@ -26,7 +26,9 @@ def _no_bool(value: object) -> object:
     return value
 
 
-FixName = Literal["expand", "grouped_lora", "draft_seeds", "shared_embeddings", "context_norms"]
+FixName = Literal[
+    "expand", "grouped_lora", "draft_seeds", "shared_embeddings", "context_norms", "amx_permission"
+]
 
 # Ranks that vLLM's LoRA buffers can have (LoRAConfig.max_lora_rank).
 Rank = Annotated[Literal[1, 8, 16, 32, 64, 128, 256, 320, 512], BeforeValidator(_no_bool)]
