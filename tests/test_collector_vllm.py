@@ -104,7 +104,7 @@ def test_a_killed_run_resumes_and_a_repeated_unit_gives_equal_tokens(ready: None
     design, results = small_design(tmp_path / "design.yaml"), tmp_path / "results"
     folder = results / "pocket" / "phase2" / "resume-test"
     run = start(design, results)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     while not list(folder.glob("*.json")) and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.5)
     run.send_signal(signal.SIGKILL)
