@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from lora_spec.errors import MissingTierError
+from lora_spec.measure import dflash as evaluation
+from lora_spec.params import read_yaml
+from lora_spec.paths import cache_dir, params_dir
+from lora_spec.provenance import load_record, load_table
 from lora_spec.substrate.dflash.config import load_dflash
-from lora_spec.substrate.pocket import WEIGHTS, require_model
+from lora_spec.substrate.pocket import WEIGHTS, model_dir, require_model
 
 pytestmark = pytest.mark.vllm
 torch = pytest.importorskip("torch")
@@ -96,3 +102,44 @@ def test_vllm_drafts_what_the_model_drafts(tmp_path: Path) -> None:
                 break
     assert compared >= PROMPTS * TOKENS / (K + 1)
     assert moved > compared / 2, "the drafts hardly depend on the context, so that this test shows nothing"
+
+
+def test_the_evaluation_is_measured_recorded_and_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lora_spec.bench import dflash as bench
+
+    made = load_dflash()
+    try:
+        require_model(made.target)
+    except MissingTierError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("LORA_SPEC_CACHE", str(cache_dir()))
+    shutil.copytree(params_dir(), tmp_path / "params")
+    (tmp_path / "pyproject.toml").touch()
+    declared = read_yaml(params_dir() / "dflash.yaml")
+    declared["data"] |= {"domains": ["german", "python"], "mixture": ["python"]}
+    (tmp_path / "params" / "dflash.yaml").write_text(yaml.safe_dump(declared))
+    small = read_yaml(params_dir() / "dflash_evaluation.yaml") | {"max_tokens": 8}
+    small |= {"prompts": {"start": 0, "count": 3}, "speed": {"repetitions": 2, "goal": 1.3}}
+    (tmp_path / "params" / "dflash_evaluation.yaml").write_text(yaml.safe_dump(small))
+    monkeypatch.setenv("LORA_SPEC_ROOT", str(tmp_path))
+    monkeypatch.setenv("LORA_SPEC_RESULTS", str(tmp_path / "results"))
+    params, declared = load_dflash(), evaluation.load_evaluation()
+    random_drafter(model_dir(params.drafter))
+
+    assert evaluation.find_evaluation_problem(params, declared) == "to do"
+    evaluation.evaluate_drafter(params, declared)
+    assert evaluation.find_evaluation_problem(params, declared) is None
+    record = load_record(evaluation.evaluation_path())
+    assert record.results["lossless"]["requests"] == 9 and record.results["lossless"]["lossless"]
+    assert set(record.results["acceptance"]) == {"greedy", "t08"}
+    assert set(record.results["acceptance"]["t08"]) == {"german", "python", "general", "all"}
+    assert record.results["goal_met"] is False  # random weights
+    table = load_table(evaluation.evaluation_path(), evaluation.TABLE)
+    assert len(table) == 18 and (table["drafted"] > 0).all()
+
+    outcome = bench.run()
+    assert outcome["ratios"]["dflash_over_plain_batch_1"]["value"] > 0
+    assert outcome["prompts"] == 3 and outcome["sides"]["plain"]["tokens"] == 24
+    assert outcome["sides"]["dflash"]["draft_steps"] > 0

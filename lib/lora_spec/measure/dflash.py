@@ -31,7 +31,7 @@ from lora_spec.substrate.prompts import load_prompts
 EXPERIMENT = "dflash_evaluation"
 PARAMS_FILE = "dflash_evaluation.yaml"
 TABLE = "requests"
-_NEITHER = "none"  # no adapter
+_NO_ADAPTER = "none"
 Say = Callable[[str], None]
 
 
@@ -222,7 +222,7 @@ def _rows(
             request_rows(
                 [completions[n] for n in chosen],
                 arm="base",
-                adapter=_NEITHER,
+                adapter=_NO_ADAPTER,
                 prompt_set=name,
                 prompt_indices=[prompts[n][1] for n in chosen],
                 decoding=decoding,
