@@ -13,7 +13,7 @@ import io
 import os
 import platform
 import subprocess
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -249,6 +249,25 @@ def load_record(
         for problem in record_problems(source, record):
             raise EvidenceError(problem, where=rel(source), fix="restore the file or measure again")
     return record
+
+
+def record_state(path: Path, current: Callable[[Record], bool]) -> Literal["done", "to do", "stale"]:
+    """What is left of a unit of work whose record goes to ``path``.
+
+    Args:
+        path: the record's file.
+        current: whether a whole record is of the present parameters and inputs.
+
+    Returns:
+        ``to do`` without a record, ``stale`` with one that is damaged or not current, else ``done``.
+    """
+    if not path.exists():
+        return "to do"
+    try:
+        record = load_record(path)
+    except EvidenceError:
+        return "stale"
+    return "done" if current(record) else "stale"
 
 
 def record_problems(path: Path, record: Record) -> Iterator[str]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lora_spec.errors import EvidenceError, LoraSpecError, exit_status
+from lora_spec.errors import LoraSpecError, exit_status
 from lora_spec.measure.design import (
     FP32,
     GENERAL,
@@ -24,7 +24,14 @@ from lora_spec.measure.design import (
 from lora_spec.measure.inputs import Inputs, validate
 from lora_spec.measure.overlap import no_overlap
 from lora_spec.paths import cache_dir, rel
-from lora_spec.provenance import EvidenceClass, Record, load_record, load_table, new_record, write_record
+from lora_spec.provenance import (
+    EvidenceClass,
+    Record,
+    load_table,
+    new_record,
+    record_state,
+    write_record,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,15 +100,10 @@ class Collector:
 
     def state(self, unit: MeasureUnit) -> State:
         """``done`` only if the record is whole, of this design and of these inputs."""
-        path = self.path(unit)
-        if not path.exists():
-            return "to do"
-        try:
-            record = load_record(path)
-        except EvidenceError:
-            return "stale"
-        current = unit_config(self.design, unit, self.task) == record.config
-        return "done" if current and self.inputs.matches(unit, record) else "stale"
+        config = unit_config(self.design, unit, self.task)
+        return record_state(
+            self.path(unit), lambda record: config == record.config and self.inputs.matches(unit, record)
+        )
 
     def plan(self, only: Sequence[str] = ()) -> list[PlannedUnit]:
         """Every unit, or those named, with its state.

@@ -29,12 +29,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lora_spec.errors import EvidenceError, LoraSpecError, ParamsError, exit_status
+from lora_spec.errors import LoraSpecError, ParamsError, exit_status
 from lora_spec.measure.design import MeasureUnit, PromptRange, UnitKind, load_design
 from lora_spec.measure.inputs import Inputs, validate
 from lora_spec.params import StrictModel, load_params
 from lora_spec.paths import cache_dir, rel, results_dir
-from lora_spec.provenance import EvidenceClass, Record, load_record, new_record, write_record
+from lora_spec.provenance import EvidenceClass, Record, new_record, record_state, write_record
 
 PARAMS_FILE = "evidence_cost.yaml"
 VALUES, TIMINGS = "values", "timings"
@@ -114,15 +114,11 @@ class EvidenceCost:
 
     def state(self, adapter: str) -> Literal["done", "to do", "stale"]:
         """``done`` only if the record is whole, of these parameters and of these inputs."""
-        path = self.record_path(adapter)
-        if not path.exists():
-            return "to do"
-        try:
-            record = load_record(path)
-        except EvidenceError:
-            return "stale"
-        same = record.config == self.config(adapter) and self.inputs.matches(self.unit(adapter), record)
-        return "done" if same else "stale"
+        config, unit = self.config(adapter), self.unit(adapter)
+        return record_state(
+            self.record_path(adapter),
+            lambda record: config == record.config and self.inputs.matches(unit, record),
+        )
 
     def problems(self) -> list[str]:
         """What is wrong with the inputs of the adapters to do; no torch, no vLLM."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lora_spec.errors import EngineError, EvidenceError, LoraSpecError, exit_status
+from lora_spec.errors import EngineError, LoraSpecError, exit_status
 from lora_spec.measure.composability.cells import PARAMS, Cell, Phase0Params, load_phase0
 from lora_spec.measure.composability.compare import first_difference, worst_variation
 from lora_spec.measure.composability.engine import Outcome
@@ -18,7 +18,7 @@ from lora_spec.measure.composability.units import SELF_DRAFT, Kind, Unit, all_un
 from lora_spec.measure.composability.verdict import Status, judge
 from lora_spec.measure.composability.workload import Arm, ReferencePair, reference_pairs
 from lora_spec.paths import cache_dir
-from lora_spec.provenance import EvidenceClass, Record, load_record, new_record, write_record
+from lora_spec.provenance import EvidenceClass, Record, load_record, new_record, record_state, write_record
 
 State = Literal["done", "to do", "stale"]
 INPUTS = "inputs"
@@ -63,17 +63,12 @@ class Runner:
 
         Before the models are built here, a record of the same parameters counts as done.
         """
-        path = unit.path(self.params)
-        if not path.exists():
-            return "to do"
-        try:
-            record = load_record(path)
-        except EvidenceError:
-            return "stale"
-        same = record.config == unit.config(self.params)
-        if same and self.inputs.built:
-            same = record.revisions == self.revisions()
-        return "done" if same else "stale"
+
+        def current(record: Record) -> bool:
+            same = record.config == unit.config(self.params)
+            return same and (not self.inputs.built or record.revisions == self.revisions())
+
+        return record_state(unit.path(self.params), current)
 
     def revisions(self) -> dict[str, Any]:
         """Identity of what was run: the version of vLLM, and all models and answers together."""
