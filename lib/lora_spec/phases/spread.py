@@ -104,7 +104,9 @@ def variance_table(labels: pd.DataFrame) -> pd.DataFrame:
         Columns source, groups (levels there are), share (NaN of labels without any spread).
     """
     delta = labels["delta_alpha"]
-    total = float(((delta - delta.mean()) ** 2).sum()) if np.ptp(delta) > 0 else np.nan
+    # Zero also where the squares of a spread of 1e-308 underflow.
+    squares = float(((delta - delta.mean()) ** 2).sum()) if np.ptp(delta) > 0 else 0.0
+    total = squares or np.nan
     rows, above = [], pd.Series(delta.mean(), index=labels.index)
     for column, source in LEVELS.items():
         means = delta.groupby(labels[column]).transform("mean")
