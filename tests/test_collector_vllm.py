@@ -29,7 +29,7 @@ from lora_spec.measure.tiny_models import VOCAB, prompts, save, save_random_adap
 from lora_spec.measure.units import ArmRunner
 from lora_spec.paths import examples_dir
 from lora_spec.provenance import load_record, load_table
-from lora_spec.substrate.pocket import DRAFTER, TARGET, require_model
+from lora_spec.substrate.model_folders import DRAFTER, TARGET, require_model
 
 pytestmark = pytest.mark.vllm
 

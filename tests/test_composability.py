@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_spec.errors import EvidenceError, LoraSpecError, ParamsError
+from lora_spec.files import sha256_file
+from lora_spec.measure.composability import runner as runner_module
 from lora_spec.measure.composability.cells import (
     AXES,
     COLUMNS,
@@ -97,6 +102,29 @@ def test_one_cell_brings_its_references_and_nothing_else() -> None:
     ]
     with pytest.raises(LoraSpecError, match="no cell draft_model"):
         Runner().select(["draft_model"])
+
+
+def test_records_of_another_cpu_stay_and_what_is_left_gets_references_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copytree(results_dir("pocket", "phase0"), tmp_path / "results" / "pocket" / "phase0")
+    monkeypatch.setenv("LORA_SPEC_RESULTS", str(tmp_path / "results"))
+    monkeypatch.setenv("LORA_SPEC_CACHE", str(tmp_path / "cache"))
+    runner = Runner()
+    runner.inputs.root.mkdir(parents=True)  # models with other bytes than those of the records
+    (runner.inputs.root / "prompts.json").write_text("[]")
+    digest = sha256_file(runner.inputs.root / "prompts.json")
+    (runner.inputs.root / "manifest.json").write_text(json.dumps({"prompts.json": digest}))
+    units = runner.select(["draft_model-one-merged-greedy"], "plugin")
+    reference, cell = units
+    recorded = load_record(cell.path(PARAMS)).runtime["cpu_flags"]
+
+    monkeypatch.setattr(runner_module, "cpu_flags", lambda: (*recorded, "amx_bf16"))
+    assert runner.to_do(runner.units) == []
+    cell.path(PARAMS).unlink()
+    assert runner.to_do(units) == [reference, cell]
+    monkeypatch.setattr(runner_module, "cpu_flags", lambda: tuple(recorded))
+    assert runner.state(reference) == "stale"
 
 
 # --- what a cell is asked ---

@@ -23,7 +23,7 @@ from lora_spec.models import load_models
 from lora_spec.params import read_yaml, validate
 from lora_spec.paths import params_dir
 from lora_spec.provenance import Record, load_record, new_record, write_record
-from lora_spec.substrate import pocket
+from lora_spec.substrate import model_folders, pocket
 from lora_spec.substrate.corpora import load_corpora
 from lora_spec.substrate.dflash import data, export, prompts
 from lora_spec.substrate.dflash.config import DataParams, DflashParams, load_dflash
@@ -362,23 +362,23 @@ def test_a_drafter_is_used_only_as_it_was_pinned(checkout: Path) -> None:
     export.freeze_drafter(made)
     entry = load_models().model(made.drafter)
     assert entry.status == "frozen" and entry.bytes == 7
-    assert pocket.require_model(made.drafter) == folder
+    assert model_folders.require_model(made.drafter) == folder
     assert made.drafter not in pocket.pocket_keys(load_models())  # nothing to build
     (folder / "model.safetensors").write_bytes(b"others!")
     with pytest.raises(MissingTierError, match="pinned"):
-        pocket.require_model(made.drafter)
+        model_folders.require_model(made.drafter)
 
 
 def test_an_unpinned_drafter_is_not_used(checkout: Path) -> None:
     made = load_dflash()
     folder = checkout / "examples" / "drafters" / made.drafter
     with pytest.raises(MissingTierError, match="not built"):
-        pocket.require_model(made.drafter)
+        model_folders.require_model(made.drafter)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(export.engine_config(made)))
     (folder / "model.safetensors").write_bytes(b"weights")
     with pytest.raises(MissingTierError, match="not pinned"):
-        pocket.require_model(made.drafter)
+        model_folders.require_model(made.drafter)
 
 
 # Evaluation and card.

@@ -39,7 +39,7 @@ from lora_spec.substrate.dflash.weights import (
     initial_parameters,
     tap_scale,
 )
-from lora_spec.substrate.pocket import model_dir
+from lora_spec.substrate.model_folders import model_dir
 
 pytestmark = pytest.mark.torch
 

@@ -19,7 +19,7 @@ from lora_spec.params import read_yaml
 from lora_spec.paths import cache_dir, params_dir
 from lora_spec.provenance import load_record, load_table
 from lora_spec.substrate.dflash.config import load_dflash
-from lora_spec.substrate.pocket import WEIGHTS, model_dir, require_model
+from lora_spec.substrate.model_folders import WEIGHTS, model_dir, require_model
 
 pytestmark = pytest.mark.vllm
 torch = pytest.importorskip("torch")

@@ -388,7 +388,7 @@ def test_one_adapter_on_four_prompts_end_to_end(tmp_path: Path, monkeypatch: pyt
     pytest.importorskip("vllm")
     from lora_spec.errors import MissingTierError
     from lora_spec.provenance import load_record, load_table
-    from lora_spec.substrate.pocket import DRAFTER, TARGET, require_model
+    from lora_spec.substrate.model_folders import DRAFTER, TARGET, require_model
 
     try:
         require_model(TARGET), require_model(DRAFTER)

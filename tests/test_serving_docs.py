@@ -126,7 +126,7 @@ def serving(port: int, log: Path) -> Any:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 def test_the_example_runs_as_written(tmp_path: Path) -> None:
     from lora_spec.errors import MissingTierError
-    from lora_spec.substrate.pocket import DRAFTER, TARGET, require_model
+    from lora_spec.substrate.model_folders import DRAFTER, TARGET, require_model
 
     try:
         require_model(TARGET), require_model(DRAFTER)

@@ -205,7 +205,8 @@ def _no_cuda_wheels() -> Check:
 
 def _pocket_models() -> list[Check]:
     from lora_spec.models import load_models
-    from lora_spec.substrate.pocket import find_problem, model_dir, pocket_keys
+    from lora_spec.substrate.model_folders import find_problem, model_dir
+    from lora_spec.substrate.pocket import pocket_keys
 
     models, checks = load_models(), []
     for key in pocket_keys(models):

@@ -13,7 +13,7 @@ from lora_spec.measure.design import PromptRange
 from lora_spec.measure.dflash import evaluation_prompts, load_evaluation, trained_drafter
 from lora_spec.substrate.dflash.config import load_dflash
 from lora_spec.substrate.dflash.export import drafter_weights_sha256
-from lora_spec.substrate.pocket import require_model
+from lora_spec.substrate.model_folders import require_model
 
 
 def run() -> dict[str, Any]:

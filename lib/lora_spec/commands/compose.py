@@ -59,7 +59,7 @@ def register(app: typer.Typer) -> None:
         console = Console()
         console.print(table)
         others = sum(unit.kind is not Kind.CELL for unit in units)
-        todo = sum(runner.state(unit) != "done" for unit in units)
+        todo = len(runner.to_do(units))
         console.print(
             f"{len(states)} engines for cells, {others} for references and controls; {todo} of them to run. "
             "Run them with --execute."

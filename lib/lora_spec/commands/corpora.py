@@ -61,7 +61,7 @@ def register(app: typer.Typer) -> None:
             record_outputs(params, params_dir() / "corpora.yaml")
         if freeze:
             from lora_spec.substrate.freeze import freeze as freeze_prompts
-            from lora_spec.substrate.pocket import TARGET, TOKENIZER, model_dir
+            from lora_spec.substrate.model_folders import TARGET, TOKENIZER, model_dir
             from lora_spec.substrate.prompts import load_prompt_params
 
             tokenizer = model_dir(TARGET) / TOKENIZER

@@ -25,7 +25,7 @@ from lora_spec.provenance import EvidenceClass, Record, load_record, new_record,
 from lora_spec.substrate.dflash.config import PHASE, TIER, DflashParams, Temperature, records_dir
 from lora_spec.substrate.dflash.export import drafter_weights_sha256
 from lora_spec.substrate.dflash.prompts import unit_seed
-from lora_spec.substrate.pocket import model_dir, require_model
+from lora_spec.substrate.model_folders import model_dir, require_model
 from lora_spec.substrate.prompts import load_prompts
 
 EXPERIMENT = "dflash_evaluation"

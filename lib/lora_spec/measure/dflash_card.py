@@ -24,7 +24,7 @@ from lora_spec.substrate.dflash.config import DflashParams
 from lora_spec.substrate.dflash.data import unit_names, unit_path
 from lora_spec.substrate.dflash.export import drafter_weights_sha256
 from lora_spec.substrate.dflash.train import find_training_problem, training_path
-from lora_spec.substrate.pocket import model_dir
+from lora_spec.substrate.model_folders import model_dir
 
 CARD = "README.md"
 

@@ -30,17 +30,16 @@ from lora_spec.substrate.heal import (
     save_lora,
     training_texts,
 )
-from lora_spec.substrate.pocket import (
+from lora_spec.substrate.model_folders import (
     DRAFTER,
     TOKENIZER,
     WEIGHTS,
-    build_healed,
-    drop_layers,
     healing_dir,
     model_dir,
     require_model,
 )
 from lora_spec.substrate.prompts import load_prompt_params, load_prompts
+from lora_spec.substrate.writing import build_healed, drop_layers
 
 EXPERIMENT = "healed_drafter"
 UNTRAINED, HEALED, OTHER = "untrained", "healed", "layer-drop"

@@ -16,7 +16,7 @@ from lora_spec.models import load_models
 from lora_spec.paths import adapter_dir
 from lora_spec.pool import load_pool_file
 from lora_spec.provenance import Record, cpu_flags
-from lora_spec.substrate.pocket import WEIGHTS, model_dir, require_model
+from lora_spec.substrate.model_folders import WEIGHTS, model_dir, require_model
 from lora_spec.substrate.prompts import PromptSet, load_prompts
 
 

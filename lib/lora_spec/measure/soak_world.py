@@ -113,7 +113,7 @@ def pocket_world() -> World:
     """
     from lora_spec.models import load_models
     from lora_spec.substrate.layer_drop_adapter import PAIR, make_drafter_adapters
-    from lora_spec.substrate.pocket import require_model
+    from lora_spec.substrate.model_folders import require_model
 
     pair = load_models().pair(PAIR)
     target, drafter = require_model(pair.target), require_model(pair.drafter)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_spec.errors import CheckpointError, MissingTierError, ParamsError, exit_status
+from lora_spec.errors import CheckpointError, ParamsError, exit_status
 from lora_spec.files import atomic_dir, atomic_write_json, sha256_file
 from lora_spec.models import load_models
 from lora_spec.paths import rel
@@ -32,7 +32,8 @@ from lora_spec.substrate.adapters import (
     trained_dir,
 )
 from lora_spec.substrate.corpora import read_documents
-from lora_spec.substrate.pocket import TOKENIZER, require_model
+from lora_spec.substrate.model_folders import TOKENIZER, require_model
+from lora_spec.substrate.torch_tier import import_torch
 
 _LOSS_WINDOW = 5
 Say = Callable[[str], None]
@@ -182,7 +183,7 @@ def load_frozen(base: Path, seed: int) -> Any:
     Raises:
         MissingTierError: torch, transformers or peft is not installed.
     """
-    torch, transformers = _import_training()
+    torch, transformers = import_torch("training", "peft")
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
@@ -263,20 +264,6 @@ def check_layers(recipe: Recipe, layers: int) -> None:
             where=recipe.name,
             fix=f"correct layers in params/{POOL_FILE}",
         )
-
-
-def _import_training() -> tuple[Any, Any]:
-    try:
-        import peft  # noqa: F401  as needed as the others
-        import torch
-        import transformers
-    except ImportError as error:
-        raise MissingTierError(
-            f"training needs {error.name}", fix="install the cpu tier: pip install -e '.[cpu]'"
-        ) from error
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return torch, transformers
 
 
 def _plain_config(config: Any, base_name: str) -> dict[str, Any]:

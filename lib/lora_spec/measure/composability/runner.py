@@ -18,7 +18,15 @@ from lora_spec.measure.composability.units import SELF_DRAFT, Kind, Unit, all_un
 from lora_spec.measure.composability.verdict import Status, judge
 from lora_spec.measure.composability.workload import Arm, ReferencePair, reference_pairs
 from lora_spec.paths import cache_dir
-from lora_spec.provenance import EvidenceClass, Record, load_record, new_record, record_state, write_record
+from lora_spec.provenance import (
+    EvidenceClass,
+    Record,
+    cpu_flags,
+    load_record,
+    new_record,
+    record_state,
+    write_record,
+)
 
 State = Literal["done", "to do", "stale"]
 INPUTS = "inputs"
@@ -59,16 +67,37 @@ class Runner:
         return chosen
 
     def state(self, unit: Unit) -> State:
-        """``done`` only if the record is whole, of these parameters and of these very models.
+        """``done`` only if the record is whole, of these parameters and of these models.
 
-        Before the models are built here, a record of the same parameters counts as done.
+        The models are known by the parameters they are built from, and by their bytes where those could have
+        come out the same: where they are built here and the record's CPU had the same flags.
         """
 
         def current(record: Record) -> bool:
-            same = record.config == unit.config(self.params)
-            return same and (not self.inputs.built or record.revisions == self.revisions())
+            known = self.inputs.built and list(record.runtime.get("cpu_flags", ())) == list(cpu_flags())
+            return self._is_of(unit, record) if known else self._is_declared(unit, record)
 
         return record_state(unit.path(self.params), current)
+
+    def to_do(self, units: Sequence[Unit]) -> list[Unit]:
+        """The units that are left; a cell that is left needs its references of the very models built here."""
+        cells = [unit.cell for unit in units if unit.cell is not None and self.state(unit) != "done"]
+        needed = set(reference_pairs(cells))
+        return [
+            unit
+            for unit in units
+            if self.state(unit) != "done" or (unit.pair in needed and not self._measured_here(unit))
+        ]
+
+    def _is_declared(self, unit: Unit, record: Record) -> bool:
+        return record.config == unit.config(self.params) and record.revisions["vllm"] == self.params.vllm
+
+    def _is_of(self, unit: Unit, record: Record) -> bool:
+        return self._is_declared(unit, record) and record.revisions == self.revisions()
+
+    def _measured_here(self, unit: Unit) -> bool:
+        state = record_state(unit.path(self.params), lambda record: self._is_of(unit, record))
+        return self.inputs.built and state == "done"
 
     def revisions(self) -> dict[str, Any]:
         """Identity of what was run: the version of vLLM, and all models and answers together."""
@@ -102,7 +131,7 @@ class Runner:
         pair = ReferencePair(method, arm)
         if pair not in self._references:
             unit = next((u for u in self.units if u.pair == pair), None)
-            if unit is None or self.state(unit) != "done":
+            if unit is None or not self._measured_here(unit):
                 raise EngineError(
                     f"the reference {pair.name} must be measured first", fix="run it all; units come in order"
                 )
@@ -192,6 +221,9 @@ class Runner:
                 code="self_draft",
             )
 
+    def _is_done(self, unit: Unit) -> bool:
+        return self._measured_here(unit) if unit.pair else self.state(unit) == "done"
+
     def run_batch(self, names: Sequence[str]) -> None:
         """Run units of one batch, each engine in a fork of this process's server; done ones are skipped.
 
@@ -205,7 +237,7 @@ class Runner:
         units = [u for u in self.units if f"{u.kind.value}/{u.column}/{u.name}" in wanted]
         processes = EngineProcesses(units[0].column)
         for unit in units:
-            if self.state(unit) == "done":
+            if self._is_done(unit):
                 continue
             outcome = processes.run(unit.job(self.inputs), self.params.limits.seconds)
             record = self.record(unit, outcome)
@@ -257,14 +289,14 @@ class Runner:
             )
         for kind in Kind:
             batches: dict[str, list[Unit]] = {}
-            for unit in units:
+            for unit in self.to_do(units):
                 if unit.kind is kind:
                     batches.setdefault(unit.batch, []).append(unit)
             jobs = [
                 Job(
                     name,
                     [*command, *(f"{u.kind.value}/{u.column}/{u.name}" for u in members)],
-                    is_done=lambda members=members: all(self.state(u) == "done" for u in members),
+                    is_done=lambda members=members: all(self._is_done(u) for u in members),
                 )
                 for name, members in batches.items()
             ]

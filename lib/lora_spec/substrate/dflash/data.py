@@ -29,7 +29,7 @@ from lora_spec.substrate.dflash.prompts import (
     training_prompts,
     unit_seed,
 )
-from lora_spec.substrate.pocket import require_model
+from lora_spec.substrate.model_folders import require_model
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,7 +12,7 @@ from lora_spec.files import atomic_dir, atomic_write_json, atomic_write_text, sh
 from lora_spec.models import load_models
 from lora_spec.paths import params_dir, rel
 from lora_spec.substrate.dflash.config import DflashParams
-from lora_spec.substrate.pocket import WEIGHTS, model_dir
+from lora_spec.substrate.model_folders import WEIGHTS, model_dir
 
 if TYPE_CHECKING:
     import torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lora_spec.errors import MissingTierError
 from lora_spec.substrate.dflash.prompts import Prompt
+from lora_spec.substrate.torch_tier import import_torch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,15 +20,7 @@ def load_target(directory: Path) -> Any:
     Raises:
         MissingTierError: torch or transformers is not installed.
     """
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise MissingTierError(
-            f"the drafter's data needs {error.name}", fix="install the cpu tier: pip install -e '.[cpu]'"
-        ) from error
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    torch, transformers = import_torch("the drafter's data")
     compute_alike()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.bfloat16, local_files_only=True, attn_implementation="sdpa"

@@ -15,7 +15,7 @@ from lora_spec.files import atomic_path, canonical_sha256, sha256_file
 from lora_spec.substrate.corpora import domain_dir, load_corpora, read_documents
 from lora_spec.substrate.dflash.config import DataParams, DflashParams, work_dir
 from lora_spec.substrate.freeze import Unit, deal, load_encoder, take, units
-from lora_spec.substrate.pocket import TOKENIZER, require_model
+from lora_spec.substrate.model_folders import TOKENIZER, require_model
 from lora_spec.substrate.prompts import load_prompt_params, load_prompts
 
 TRAIN_SPLIT = "train"

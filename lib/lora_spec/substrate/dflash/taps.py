@@ -23,7 +23,7 @@ from lora_spec.provenance import load_record
 from lora_spec.queue import QueueReport, Unit, run_queue
 from lora_spec.substrate.dflash.config import DflashParams, load_dflash, work_dir
 from lora_spec.substrate.dflash.data import load_sequences, unit_names, unit_path
-from lora_spec.substrate.pocket import require_model
+from lora_spec.substrate.model_folders import require_model
 
 if TYPE_CHECKING:
     import torch

@@ -37,7 +37,7 @@ from lora_spec.substrate.dflash.weights import (
     initial_parameters,
     tap_scale,
 )
-from lora_spec.substrate.pocket import WEIGHTS, model_dir, require_model
+from lora_spec.substrate.model_folders import WEIGHTS, model_dir, require_model
 
 if TYPE_CHECKING:
     import torch
