@@ -295,6 +295,10 @@ def test_a_divergence_counts_only_beyond_a_near_tie() -> None:
     assert same["lossless"] and same["identical"] == 2
     tie = losslessness(plain, [plain[0], completion([1, 2, 9, 4])], near_tie=0.25)
     assert tie["lossless"] and tie["identical"] == 1
+    # Log-probabilities are float32: two logits a quarter apart come out at .25 and some 1e-6.
+    rounded = losslessness([completion([1, 2], gap=0.2500019)], [completion([1, 3])], near_tie=0.25)
+    beyond = losslessness([completion([1, 2], gap=0.2501)], [completion([1, 3])], near_tie=0.25)
+    assert rounded["lossless"] and not beyond["lossless"]
     wrong = losslessness(plain, [completion([1, 9, 3, 4]), plain[1]], near_tie=0.25)
     assert not wrong["lossless"]
     assert wrong["max_gap_nats"] == pytest.approx(5.0)
