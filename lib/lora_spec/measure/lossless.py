@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from lora_spec.measure.engine import Completion
 
 _ROUNDING = 1e-5
-"""Nats: a log-probability is the float32 difference of two numbers of about 20, on a grid of 2e-6. Without this
-allowance a gap of exactly the limit would now count as above it, now as below."""
+"""Nats: a log-probability is the float32 difference of two numbers of about 20, on a grid of 2e-6. Without it
+a gap of exactly the limit would now count as above it, now as below."""
 
 
 @dataclass(frozen=True)
