@@ -21,22 +21,51 @@ def number(cell: str) -> float:
     return float(re.search(r"[+-]?[\d.]+", cell.replace("−", "-"))[0])
 
 
-def test_the_table_holds_the_measured_numbers() -> None:
-    with open(ROOT / "figures" / "phase2_screen.csv") as handle:
-        measured = list(csv.DictReader(handle))
-    rows = [line for line in README.splitlines() if line.startswith("| `") and "**" in line]
-    assert len(rows) == len(measured) == 12
+def figures_table(name: str) -> list[dict[str, str]]:
+    with open(ROOT / "figures" / f"{name}.csv") as handle:
+        return list(csv.DictReader(handle))
+
+
+def cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def assert_shown(cell: str, exact: dict[str, str], column: str) -> None:
+    """The README shows three decimals, the table four digits."""
+    assert number(cell) == pytest.approx(float(exact[column]), abs=6e-4), column
+
+
+def assert_interval(cell: str, exact: dict[str, str]) -> None:
+    for part, column in zip(cell.split("[")[1].split(","), ("low", "high"), strict=True):
+        assert_shown(part, exact, column)
+
+
+def test_the_adapters_shown_hold_the_measured_numbers() -> None:
+    measured = {entry["adapter"]: entry for entry in figures_table("phase2_screen")}
+    rows = [cells(line) for line in README.splitlines() if line.startswith("| `") and "**" in line]
+    assert len(rows) >= 8
     columns = ("alpha_base", "alpha_adapted", "delta_alpha")
     columns += ("delta_alpha_greedy", "delta_alpha_general", "delta_overlap")
-    for entry in measured:
-        (row,) = [line for line in rows if f"`{entry['adapter']}`" in line]
-        cells = row.strip("|").split("|")[2:]  # after the name and the norm
-        for cell, column in zip(cells, columns, strict=True):
-            # the README shows three decimals, the table four digits
-            assert number(cell) == pytest.approx(float(entry[column]), abs=6e-4), column
-        low, high = (number(part) for part in cells[2].split("[")[1].split(","))
-        assert low == pytest.approx(float(entry["low"]), abs=6e-4)
-        assert high == pytest.approx(float(entry["high"]), abs=6e-4)
+    for name, _, *shown in rows:
+        entry = measured[name.strip("`")]
+        for cell, column in zip(shown, columns, strict=True):
+            assert_shown(cell, entry, column)
+        assert_interval(shown[2], entry)
+
+
+def test_the_families_shown_hold_the_measured_numbers() -> None:
+    for entry in figures_table("phase2_families"):
+        (row,) = [cells(line) for line in README.splitlines() if line.startswith(f"| {entry['family']} |")]
+        _, adapters, mean, lowest, highest, greedy, general, counts = row
+        assert [int(n) for n in re.findall(r"\d+", adapters)] == [
+            int(entry["adapters"]),
+            int(entry["domains"]),
+        ]
+        assert_interval(mean, entry)
+        shown = {"mean": mean, "lowest": lowest, "highest": highest, "mean_greedy": greedy}
+        for column, cell in (shown | {"mean_general": general}).items():
+            assert_shown(cell, entry, column)
+        assert [int(n) for n in counts.split("/")] == [int(entry[c]) for c in ("down", "none", "up")]
 
 
 @pytest.mark.parametrize("name", TEXTS)
