@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lora_spec.acceptance import censor_last_step
 from lora_spec.errors import EngineError, LoraSpecError, ParamsError
 from lora_spec.measure import inputs as inputs_module
+from lora_spec.measure import units as units_module
 from lora_spec.measure.collector import Collector, unit_config
 from lora_spec.measure.controls import refuse_base, refuse_self_draft
 from lora_spec.measure.design import (
@@ -27,14 +28,14 @@ from lora_spec.measure.design import (
     design_units,
     load_design,
 )
-from lora_spec.measure.engine import Completion, lora_slot_rank
+from lora_spec.measure.engine import Completion, EngineSpec, lora_slot_rank
 from lora_spec.measure.inputs import AdapterInput, Inputs
 from lora_spec.measure.lossless import first_divergences, losslessness
 from lora_spec.measure.precision import EarlyStop
 from lora_spec.measure.rows import request_rows, token_sha256, unique_ratio
 from lora_spec.measure.scorer import attempted_positions
-from lora_spec.measure.session import Call, serve
-from lora_spec.measure.units import refuse_lossy, refuse_unapplied
+from lora_spec.measure.session import Call, SessionResult, serve
+from lora_spec.measure.units import ArmRunner, refuse_lossy, refuse_unapplied
 from lora_spec.params import validate
 from lora_spec.pool import load_pool
 from lora_spec.provenance import new_record
@@ -302,6 +303,27 @@ def test_a_divergence_counts_only_beyond_a_near_tie() -> None:
     wrong = losslessness(plain, [completion([1, 9, 3, 4]), plain[1]], near_tie=0.25)
     assert not wrong["lossless"]
     assert wrong["max_gap_nats"] == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_a_larger_gap_is_settled_in_float32(monkeypatch: pytest.MonkeyPatch, lossy: bool) -> None:
+    runner = ArmRunner(Inputs(load_design("phase2_screen.yaml")))
+    served: list[tuple[str | None, int, int]] = []
+
+    def answer(spec: EngineSpec, calls: list[Call]) -> SessionResult:
+        served.append((spec.dtype, spec.num_speculative_tokens, len(calls[0].requests)))
+        tokens = [1, 9] if lossy and spec.drafter else [1, 2]
+        return SessionResult([[completion(tokens) for _ in calls[0].requests]], {})
+
+    monkeypatch.setattr(units_module, "run_session", answer)
+    plain = [completion([1, 2], gap=0.1), completion([1, 2], gap=0.4), completion([1, 2])]
+    tie = losslessness(plain, [completion([1, 3]), plain[1], plain[2]], near_tie=0.25)
+    assert runner.settled(None, "german", 4, tie) == tie and not served
+    larger = losslessness(plain, [completion([1, 3]), completion([1, 3]), plain[2]], near_tie=0.25)
+    check = runner.settled(None, "german", 2, larger)
+    assert served == [("float32", 0, 1), ("float32", 2, 1)]
+    assert check["float32"]["asked"] == [1] and check["identical"] == 1
+    assert check["lossless"] is not lossy
 
 
 def test_a_shorter_output_is_a_divergence() -> None:

@@ -133,6 +133,22 @@ def test_a_failed_control_is_told(results):
     assert sentence.startswith("Failed controls: self-draft") and "no evidence" in sentence
 
 
+def test_a_gap_that_was_settled_in_float32_is_told_apart(results):
+    loaded = evidence.load_phase(SMOKE, "phase1", "effect")
+    name = next(name for name, record in loaded.records.items() if record.results.get("lossless"))
+    label, check = next(iter(loaded.records[name].results["lossless"].items()))
+    gaps = [{"request": 0, "position": 3, "gap_nats": 0.125}, {"request": 2, "position": 5, "gap_nats": 0.4}]
+    exact = {"asked": [2], "requests": 1, "identical": 1, "lossless": True}
+    changed = check | {"divergences": gaps, "max_gap_nats": 0.4, "float32": exact}
+    record = loaded.records[name]
+    record = record.model_copy(update={"results": record.results | {"lossless": {label: changed}}})
+    shown = evidence.PhaseEvidence(loaded.stamp, loaded.records | {name: record}, loaded.requests)
+    table = evidence.controls_table(shown).set_index("control")
+    assert table.loc["gap at a first divergence, nats", "value"] == 0.125
+    assert table.loc["identical in float32", ["value", "passed"]].tolist() == [1.0, True]
+    assert "identical in float32" not in set(evidence.controls_table(loaded)["control"])
+
+
 def test_phase2_tables(results):
     loaded = evidence.load_phase(SMOKE, "phase2", "screen", overlap="overlap")
     labels = screen.screened(loaded).labels

@@ -12,7 +12,6 @@ from lora_spec.acceptance import alpha_hat
 from lora_spec.errors import EngineError, LoraSpecError
 from lora_spec.measure.design import FP32, SELF_DRAFT, MeasureUnit, UnitKind
 from lora_spec.measure.engine import Completion
-from lora_spec.measure.lossless import losslessness
 from lora_spec.measure.rows import request_rows
 from lora_spec.measure.scorer import attempted_overlap, attempted_positions, load_model, next_token_logits
 from lora_spec.measure.session import run_session
@@ -128,16 +127,8 @@ def fp32_lossless(runner: ArmRunner, unit: MeasureUnit) -> UnitOutcome:
     for name in [None, *controls.fp32_adapters]:
         adapter = runner.inputs.adapter(name) if name else None
         chosen = runner.design.indices(prompt_set)[: controls.fp32_prompts]
-        requests = runner.requests(prompt_set, runner.greedy, adapter, chosen)
-        outputs = []
-        for speculative in (False, True):
-            spec = runner.engine_spec(adapter, speculative=speculative, dtype="float32")
-            done = run_session(
-                spec, [runner.call(requests, runner.greedy, logprobs=None if speculative else 2)]
-            )
-            outputs.append(done.completions[0])
-            fixes = done.fixes
-        checks[name or "base"] = losslessness(*outputs, near_tie=0.0)
+        depth = runner.design.num_speculative_tokens
+        checks[name or "base"], fixes = runner.lossless_in_float32(adapter, prompt_set, chosen, depth)
         refuse_lossy(f"fp32, {name or 'base'}", checks[name or "base"])
     return UnitOutcome({"fp32_lossless": checks}, fixes=fixes)
 

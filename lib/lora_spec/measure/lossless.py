@@ -43,6 +43,11 @@ def first_divergences(plain: Sequence[Completion], speculative: Sequence[Complet
     return found
 
 
+def is_near_tie(gap: float, limit: float) -> bool:
+    """Whether numerics alone may decide between two tokens ``gap`` nats apart."""
+    return gap <= limit + _ROUNDING
+
+
 def losslessness(
     plain: Sequence[Completion], speculative: Sequence[Completion], near_tie: float
 ) -> dict[str, object]:
@@ -60,5 +65,5 @@ def losslessness(
         "divergences": [
             {"request": d.request, "position": d.position, "gap_nats": d.gap} for d in divergences
         ],
-        "lossless": all(gap <= near_tie + _ROUNDING for gap in gaps),
+        "lossless": all(is_near_tie(gap, near_tie) for gap in gaps),
     }
