@@ -181,6 +181,11 @@ class _Decoder:
         """Log-probabilities of what follows ``tokens``, float32 of shape (batch, vocabulary)."""
         import torch
 
-        out = self._model(input_ids=tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        out = self._model(
+            input_ids=tokens,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=torch.tensor([tokens.shape[1] - 1]),  # by index, as in next_token_logits
+        )
         self._cache = out.past_key_values
         return torch.log_softmax(out.logits[:, -1].float() / self._temperature, -1)

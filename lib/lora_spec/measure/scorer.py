@@ -75,10 +75,10 @@ def next_token_logits(model: Any, tokens: torch.Tensor, first: int) -> torch.Ten
     """
     import torch
 
+    # By index: the product of a slice with frozen weights would copy the output matrix for every window.
+    keep = torch.arange(first - 1, tokens.shape[1] - 1)
     with torch.inference_mode():
-        keep = tokens.shape[1] - first + 1
-        logits = model(input_ids=tokens, logits_to_keep=keep, use_cache=False).logits
-    return logits[:, :-1].float()
+        return model(input_ids=tokens, logits_to_keep=keep, use_cache=False).logits.float()
 
 
 def divergences(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -134,30 +134,31 @@ def score_windows(
     import torch
 
     scores: list[WindowScore] = []
+    models = [target, drafter] if reference is None else [target, drafter, reference]
     for start in range(0, len(windows), _BATCH):
         tokens = torch.tensor(windows[start : start + _BATCH], dtype=torch.long)
-        logits = next_token_logits(target, tokens, first)
-        draft_logits = next_token_logits(drafter, tokens, first)
-        log_p = torch.log_softmax(logits / temperature, -1)
-        log_q = torch.log_softmax(draft_logits / temperature, -1)
-        columns = {
-            "overlap": overlap(log_p, log_q),
-            "top1": (logits.argmax(-1) == draft_logits.argmax(-1)).float(),
-            "entropy_target": -(log_p.exp() * log_p).sum(-1),
-            "entropy_drafter": -(log_q.exp() * log_q).sum(-1),
-        }
-        if reference is not None:
-            base_logits = next_token_logits(reference, tokens, first)
-            columns |= divergences(log_p, torch.log_softmax(base_logits / temperature, -1))
-        means = {name: value.mean(1).tolist() for name, value in columns.items()}
-        positions = tokens.shape[1] - first
-        scores += [
-            WindowScore(positions=positions, **{name: values[i] for name, values in means.items()})
-            for i in range(len(tokens))
-        ]
+        logits = [next_token_logits(model, tokens, first) for model in models]
+        # Window by window: a batch's arrays (100 MB) leave the caches and are mapped anew at every operation.
+        scores += [_window_score(window, temperature) for window in zip(*logits, strict=True)]
         if progress is not None:
             progress(len(tokens))
     return scores
+
+
+def _window_score(logits: Sequence[torch.Tensor], temperature: float) -> WindowScore:
+    """Scores of one window from the logits of target, drafter and perhaps base, (positions, vocabulary)."""
+    import torch
+
+    log_p, log_q, *log_base = (torch.log_softmax(each / temperature, -1) for each in logits)
+    columns = {
+        "overlap": overlap(log_p, log_q),
+        "top1": (logits[0].argmax(-1) == logits[1].argmax(-1)).float(),
+        "entropy_target": -(log_p.exp() * log_p).sum(-1),
+        "entropy_drafter": -(log_q.exp() * log_q).sum(-1),
+    }
+    if log_base:
+        columns |= divergences(log_p, log_base[0])
+    return WindowScore(positions=len(log_p), **{name: float(value.mean()) for name, value in columns.items()})
 
 
 def attempted_positions(steps_accepted: Sequence[int], k: int, output_tokens: int) -> list[int]:
