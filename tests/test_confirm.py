@@ -18,6 +18,7 @@ from lora_spec.phases import agreement, confirm, entropy, healing, predictor, sc
 from lora_spec.phases.carryover import Errors, deming_slope, disattenuated, pearson
 from lora_spec.phases.parameters import ConfirmParameters, NotebookParameters
 from lora_spec.phases.selection import ConfirmRule, choose
+from lora_spec.pool import without_update
 from lora_spec.provenance import load_record, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,7 +105,7 @@ def test_too_few_adapters_are_one_clear_error() -> None:
 def test_the_declared_rule_wants_enough_and_leaves_out_what_has_no_update() -> None:
     declared = selection.load_rule()
     assert 2 * declared.extremes + declared.random >= 16
-    assert "html-r16-all-s0" in selection.without_update()
+    assert "html-r16-all-s0" in without_update()
     for name in declared.designs:
         design = load_design(name)
         screened = load_design(screen.DESIGN)

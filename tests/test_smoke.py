@@ -16,6 +16,7 @@ from lora_spec.phases.parameters import (
     ScreenParameters,
     read_parameters,
 )
+from lora_spec.pool import without_update
 from lora_spec.provenance import load_record
 from lora_spec.smoke import main, write_smoke
 
@@ -147,6 +148,14 @@ def test_a_gap_that_was_settled_in_float32_is_told_apart(results):
     assert table.loc["gap at a first divergence, nats", "value"] == 0.125
     assert table.loc["identical in float32", ["value", "passed"]].tolist() == [1.0, True]
     assert "identical in float32" not in set(evidence.controls_table(loaded)["control"])
+
+
+def test_adapters_without_an_update_are_not_fitted(results):
+    look = predictor.load_first_look(SMOKE)
+    fitted = set(look.out_of_fold["adapter"])
+    assert without_update() and not without_update() & fitted
+    labels = screen.screened(evidence.load_phase(SMOKE, "phase2", "screen", overlap="overlap")).labels
+    assert fitted == set(labels["adapter"])
 
 
 def test_phase2_tables(results):

@@ -191,6 +191,11 @@ def load_pool() -> dict[str, Recipe]:
     return {recipe.name: recipe for recipe in load_pool_file().adapters}
 
 
+def without_update() -> frozenset[str]:
+    """Adapters that the pool declares to have no update: they are the base, and controls only."""
+    return frozenset(name for name, recipe in load_pool().items() if recipe.steps == 0)
+
+
 def load_recorded_hashes() -> dict[str, AdapterHashes]:
     """The recorded hashes by adapter name; empty before the first recording."""
     path = params_dir() / HASHES_FILE

@@ -23,7 +23,7 @@ from lora_spec.phases.evidence import PhaseEvidence, domain_families, load_phase
 from lora_spec.phases.parameters import NotebookParameters
 from lora_spec.phases.predictor import RECORD as FIT_RECORD
 from lora_spec.phases.predictor import load_first_look
-from lora_spec.pool import load_pool
+from lora_spec.pool import without_update
 from lora_spec.provenance import EvidenceClass, load_record, load_table, new_record, write_record
 
 PARAMS_FILE = "confirm.yaml"
@@ -57,11 +57,6 @@ class ConfirmRule(StrictModel):
 def load_rule() -> ConfirmRule:
     """Read and check ``params/confirm.yaml``."""
     return load_params(ConfirmRule, PARAMS_FILE)
-
-
-def without_update() -> frozenset[str]:
-    """Adapters that the pool declares to have no update."""
-    return frozenset(name for name, recipe in load_pool().items() if recipe.steps == 0)
 
 
 def choose(predictions: pd.DataFrame, rule: ConfirmRule, excluded: Collection[str] = ()) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from lora_spec.errors import EvidenceError
 from lora_spec.files import canonical_sha256, sha256_file
 from lora_spec.models import ModelEntry, PairEntry, load_models
 from lora_spec.paths import adapter_dir, rel, results_dir
-from lora_spec.pool import load_pool
+from lora_spec.pool import load_pool, without_update
 from lora_spec.predictor.params import PredictorParams, load_predictor_params
 from lora_spec.predictor.paths import predictor_path
 from lora_spec.predictor.portable import Base, Drafter, PortablePredictor, save_predictor
@@ -92,6 +92,7 @@ def plan_fit(
     _check_pair(found, params)
     families = {recipe.domain: recipe.family for recipe in load_pool().values()}
     labels = label_table(requests, overlap, families=families, base_floor=_base_floor(found))
+    labels = labels[~labels["adapter"].isin(without_update())].reset_index(drop=True)
     inputs = FitInputs(
         params=params,
         records=found,

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from lora_spec.pool import load_pool
+from lora_spec.pool import without_update
 
 TIER = "smoke"
 
@@ -27,10 +27,8 @@ def base_alpha(prompt_set: str) -> float:
     return float(rng("base", prompt_set).uniform(0.45, 0.6))
 
 
-@cache
-def zero_adapters() -> frozenset[str]:
-    """Adapters whose B stays zero, as the pool declares: they are the base."""
-    return frozenset(name for name, recipe in load_pool().items() if recipe.steps == 0)
+zero_adapters = cache(without_update)
+"""Adapters whose B stays zero, as the pool declares: they are the base."""
 
 
 def effect(adapter: str | None, prompt_set: str) -> float:
