@@ -15,7 +15,7 @@ from lora_spec.measure import healing
 from lora_spec.models import HealedSource, ModelsParams, load_models
 from lora_spec.params import validate
 from lora_spec.pool import Training
-from lora_spec.substrate import heal, pocket
+from lora_spec.substrate import heal, pocket, writing
 from lora_spec.substrate.heal import HealingParams, load_healing
 
 TEXTS = {
@@ -122,7 +122,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shortened(parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Llama without its layers 1 and 2."""
     out = tmp_path_factory.mktemp("shortened")
-    pocket.drop_layers(parent, out, (1, 2))
+    writing.drop_layers(parent, out, (1, 2))
     return out
 
 
@@ -157,7 +157,7 @@ def healed(parent: Path, shortened: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("LORA_SPEC_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cache" / "models").mkdir(parents=True)
     (tmp_path / "cache" / "models" / params.source.parent).symlink_to(parent)
-    monkeypatch.setattr(pocket, "healing_dir", lambda key: tmp_path / "drafters" / key)
+    monkeypatch.setattr(writing, "healing_dir", lambda key: tmp_path / "drafters" / key)
     directory = tmp_path / "drafters" / params.model
     heal.save_lora(heal.heal(params, parent, shortened, TEXTS), directory, params)
     config = json.loads((shortened / "config.json").read_text())
@@ -196,7 +196,7 @@ def test_the_build_merges_the_pinned_lora_the_same_way_with_any_threads(healed, 
         torch.set_num_threads(threads)
         out = tmp_path / f"built{threads}"
         out.mkdir()
-        pocket.build_healed(params.model, entry, source, out)
+        writing.build_healed(params.model, entry, source, out)
         made.append(sha256_file(out / "model.safetensors"))
     torch.set_num_threads(1)
     assert made[0] == made[1]
@@ -223,10 +223,10 @@ def test_another_lora_than_the_pinned_one_is_refused(healed, tmp_path: Path) -> 
     out.mkdir()
     wrong = source.model_copy(update={"adapter_sha256": "0" * 64})
     with pytest.raises(IntegrityError, match="missing or was changed"):
-        pocket.build_healed(params.model, entry, wrong, out)
+        writing.build_healed(params.model, entry, wrong, out)
     short = entry.model_copy(update={"geometry": entry.geometry.model_copy(update={"num_hidden_layers": 1})})
     with pytest.raises(CheckpointError):
-        pocket.build_healed(params.model, short, source, out)
+        writing.build_healed(params.model, short, source, out)
     assert list(out.iterdir()) == []
 
 
