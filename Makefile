@@ -89,19 +89,13 @@ store: $(ANALYSIS)/.stamp ## Execute the notebooks in place and store them clean
 .PHONY: test test-vllm
 test: $(ANALYSIS)/.stamp ## Lint, unit tests and stored notebooks (no torch, no vllm)
 	$(ANALYSIS)/bin/ruff check .
-	$(ANALYSIS)/bin/pytest -q
+	$(ANALYSIS)/bin/pytest -q -n $(JOBS) --dist loadfile
 	LORA_SPEC_FIGURES=$(CURDIR)/build/test/figures $(ANALYSIS)/bin/pytest -q --nbval-lax \
 	  --nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOKS:%=notebooks/%.ipynb)
 
-# Two halves at once: an engine of a test has one thread, and most of a test is its engine's start.
-HALF := $(wildcard tests/test_d*.py)
+# A module's tests share engines: they stay in one process.
 test-vllm: $(CPU)/.stamp pocket ## Tests that need torch or vLLM (cpu tier)
-	@mkdir -p build/test
-	@$(CPU)/bin/pytest -q -m 'vllm or torch' -p no:cacheprovider $(HALF) > build/test/half.log 2>&1 & half=$$!; \
-	status=0; \
-	$(CPU)/bin/pytest -q -m 'vllm or torch' $(filter-out $(HALF),$(wildcard tests/test_*.py)) || status=$$?; \
-	wait $$half || status=$$?; \
-	cat build/test/half.log; exit $$status
+	$(CPU)/bin/pytest -q -n $(JOBS) --dist loadfile -m 'vllm or torch'
 
 # ---------------------------------------------------------------- the pocket tier, live
 .PHONY: cpu pocket corpora adapters dflash heal compose measure score fit select-confirm demo bench

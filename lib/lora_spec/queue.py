@@ -24,6 +24,9 @@ from tqdm import tqdm
 from lora_spec.errors import LoraSpecError
 from lora_spec.paths import rel
 
+# What receives the lines that tell of a long work.
+Say = Callable[[str], None]
+
 _POLL_S = 0.1
 _GRACE_S = 10.0
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")

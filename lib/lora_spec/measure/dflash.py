@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from lora_spec.models import load_models
 from lora_spec.params import StrictModel, load_params
 from lora_spec.paths import rel
 from lora_spec.provenance import EvidenceClass, Record, load_record, new_record, write_record
+from lora_spec.queue import Say
 from lora_spec.substrate.dflash.config import PHASE, TIER, DflashParams, Temperature, records_dir
 from lora_spec.substrate.dflash.export import drafter_weights_sha256
 from lora_spec.substrate.dflash.prompts import unit_seed
@@ -32,7 +33,6 @@ EXPERIMENT = "dflash_evaluation"
 PARAMS_FILE = "dflash_evaluation.yaml"
 TABLE = "requests"
 _NO_ADAPTER = "none"
-Say = Callable[[str], None]
 
 
 class Speed(StrictModel):

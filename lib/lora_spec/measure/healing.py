@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lora_spec.measure.scorer import load_model, next_token_logits, overlap, sco
 from lora_spec.models import HealedSource
 from lora_spec.paths import rel, results_dir
 from lora_spec.provenance import EvidenceClass, Record, load_record, new_record, write_record
+from lora_spec.queue import Say
 from lora_spec.substrate.adapters import ADAPTER_WEIGHTS, read_side_file
 from lora_spec.substrate.heal import (
     PARAMS_FILE,
@@ -46,7 +47,6 @@ UNTRAINED, HEALED, OTHER = "untrained", "healed", "layer-drop"
 """Drafters that are compared: this one before and after training, and that of the screen."""
 SCORES = ("overlap", "top1", "entropy_target", "entropy_drafter")
 _BATCH = 8
-Say = Callable[[str], None]
 
 
 def record_path(model: str) -> Path:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,10 +23,10 @@ from lora_spec.measure.soak_load import ABORT_FACTOR, Findings, Load
 from lora_spec.measure.soak_world import DEPTH, World
 from lora_spec.paths import cache_dir, results_dir
 from lora_spec.policy import write_policy
+from lora_spec.queue import Say
 from lora_spec.serving.counters import AcceptanceRow, acceptance_rows
 
 ENVIRONMENT = {"VLLM_PLUGINS": "lora_spec", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

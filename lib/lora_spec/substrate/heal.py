@@ -19,11 +19,11 @@ from lora_spec.models import HealedSource, ModelEntry, load_models
 from lora_spec.params import StrictModel, load_params
 from lora_spec.pool import MODULES, Training
 from lora_spec.provenance import cpu_flags
+from lora_spec.queue import Say
 from lora_spec.substrate.adapters import ADAPTER_WEIGHTS, corpora_missing, corpus_path, read_side_file
 from lora_spec.substrate.corpora import load_corpora, read_documents
 from lora_spec.substrate.model_folders import TOKENIZER
 from lora_spec.substrate.train import (
-    Say,
     Trained,
     block_order,
     load_frozen,

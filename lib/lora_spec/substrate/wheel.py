@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import shutil
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 from lora_spec.errors import IntegrityError
 from lora_spec.files import sha256_file
 from lora_spec.models import WheelSource
 from lora_spec.paths import cache_dir, rel
+from lora_spec.queue import Say
 from lora_spec.substrate.fetch import Wheel, fetch, is_cached
-
-Say = Callable[[str], None]
 
 
 def wheel_path(source: WheelSource) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from lora_spec.files import canonical_sha256
 from lora_spec.models import load_models
 from lora_spec.paths import rel
 from lora_spec.provenance import EvidenceClass, load_record, load_table, new_record, write_record
-from lora_spec.queue import QueueReport, Unit, run_queue
+from lora_spec.queue import QueueReport, Say, Unit, run_queue
 from lora_spec.substrate.dflash.config import PHASE, TIER, DflashParams, load_dflash, records_dir, work_dir
 from lora_spec.substrate.dflash.prompts import (
     Prompt,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 HELDOUT = "heldout"
 TABLE = "sequences"
 EXPERIMENT = "dflash_data"
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from lora_spec.errors import IntegrityError, exit_status
 from lora_spec.files import atomic_path, canonical_sha256, remove_stale_temporaries
 from lora_spec.models import load_models
 from lora_spec.provenance import load_record
-from lora_spec.queue import QueueReport, Unit, run_queue
+from lora_spec.queue import QueueReport, Say, Unit, run_queue
 from lora_spec.substrate.dflash.config import DflashParams, load_dflash, work_dir
 from lora_spec.substrate.dflash.data import load_sequences, unit_names, unit_path
 from lora_spec.substrate.model_folders import require_model
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 _BATCH = 32
-Say = Callable[[str], None]
 
 
 def row_dtype(params: DflashParams) -> np.dtype:

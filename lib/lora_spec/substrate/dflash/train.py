@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from lora_spec.files import canonical_sha256, remove_stale_temporaries
 from lora_spec.models import load_models
 from lora_spec.paths import rel
 from lora_spec.provenance import EvidenceClass, Record, load_record, new_record, write_record
-from lora_spec.queue import QueueReport, Unit, run_queue
+from lora_spec.queue import QueueReport, Say, Unit, run_queue
 from lora_spec.substrate.dflash.config import (
     PHASE,
     TIER,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "dflash_training"
 _SCALE_ROWS = 256
-Say = Callable[[str], None]
 
 
 def training_path() -> Path:
