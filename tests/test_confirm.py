@@ -30,7 +30,44 @@ POCKET = ConfirmParameters(tier="pocket", evidence_class="measured")
 
 def rule(**changes: object) -> ConfirmRule:
     values = {"schema": "lora-spec-confirm/1", "designs": ["x.yaml"], "extremes": 2, "per_domain": 1}
-    return ConfirmRule(**(values | {"random": 2, "seed": 7} | changes))
+    values |= {"ranked_by": ["elasticnet", "norm_log"], "moved_share": 0.5, "random": 2, "seed": 7}
+    return ConfirmRule(**(values | changes))
+
+
+def left_out(labels: np.ndarray, domains: np.ndarray, weights: np.ndarray, norm: np.ndarray) -> pd.DataFrame:
+    """Predictions for left-out domains: the mean label of the others, and what weights or norm add to it."""
+    constant = np.array([labels[domains != domain].mean() for domain in domains])
+    return pd.DataFrame(
+        {
+            "adapter": [f"adapter-{i:02d}" for i in range(len(labels))],
+            "domain": domains,
+            "delta_alpha": labels,
+            "constant": constant,
+            "elasticnet": constant + weights,
+            "norm_log": constant + norm,
+        }
+    )
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0.01, 10))
+def test_adapters_are_ranked_by_their_weights_and_never_by_their_labels(seed: int, spread: float) -> None:
+    rng = np.random.default_rng(seed)
+    domains = np.repeat(list("abcdef"), 3)
+    weights, norm = rng.permutation(18) / 100, rng.permutation(18) / 100
+    labels = spread * rng.normal(size=18)
+    ranked = selection.rank(left_out(labels, domains, weights, norm), rule())
+    assert ranked["predicted"].argsort().tolist() == weights.argsort().tolist()
+    assert ranked["predicted"].mean() == pytest.approx(labels.mean() + weights.mean())
+    few = np.where(np.arange(18) < 8, weights, 0.0)  # says something of 7 or 8 of 18
+    ranked = selection.rank(left_out(labels, domains, few, norm), rule())
+    assert ranked["predicted"].argsort().tolist() == norm.argsort().tolist()
+    assert set(ranked["ranked_by"]) == {"norm_log"}
+
+
+def test_models_that_all_predict_the_mean_rank_nobody() -> None:
+    table = left_out(np.arange(6.0), np.array(list("abcdef")), np.zeros(6), np.zeros(6))
+    with pytest.raises(EvidenceError, match="none of elasticnet, norm_log tells 50% of the adapters"):
+        selection.rank(table, rule())
 
 
 @st.composite
@@ -39,7 +76,10 @@ def predicted(draw: st.DrawFn) -> pd.DataFrame:
     domains = draw(st.lists(st.sampled_from("abcdef"), min_size=6, max_size=20))
     values = draw(st.lists(st.integers(-3, 3), min_size=len(domains), max_size=len(domains)))
     names = [f"adapter-{i:02d}" for i in range(len(domains))]
-    return pd.DataFrame({"adapter": names, "domain": domains, "predicted": [v / 10 for v in values]})
+    predictions = [value / 10 for value in values]
+    return pd.DataFrame(
+        {"adapter": names, "domain": domains, "predicted": predictions, "ranked_by": "elasticnet"}
+    )
 
 
 @settings(deadline=None, max_examples=80)
@@ -80,6 +120,7 @@ def test_another_seed_draws_others_and_the_extremes_stay() -> None:
             "adapter": [f"adapter-{i:02d}" for i in range(40)],
             "domain": [f"domain-{i % 10}" for i in range(40)],
             "predicted": np.linspace(-0.2, 0.1, 40),
+            "ranked_by": "elasticnet",
         }
     )
     first, second = (choose(table, rule(seed=seed, random=8)) for seed in (1, 2))
@@ -90,14 +131,16 @@ def test_another_seed_draws_others_and_the_extremes_stay() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_prediction_that_is_no_number_is_refused(value: float) -> None:
-    table = pd.DataFrame({"adapter": list("abcdefgh"), "domain": list("abcdefgh"), "predicted": 0.1})
+    table = pd.DataFrame(
+        {"adapter": list("abcdefgh"), "domain": list("abcdefgh"), "predicted": 0.1, "ranked_by": ""}
+    )
     table.loc[3, "predicted"] = value
     with pytest.raises(EvidenceError, match="not finite"):
         choose(table, rule())
 
 
 def test_too_few_adapters_are_one_clear_error() -> None:
-    table = pd.DataFrame({"adapter": list("abc"), "domain": list("abc"), "predicted": 0.1})
+    table = pd.DataFrame({"adapter": list("abc"), "domain": list("abc"), "predicted": 0.1, "ranked_by": ""})
     with pytest.raises(EvidenceError, match="3 adapters can be chosen where the rule wants 6"):
         choose(table, rule())
 
@@ -130,12 +173,14 @@ def checkout(tmp_path: Path, smoke_results: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_choice_is_recorded_once_and_written_into_the_designs(checkout: Path) -> None:
     names = [checkout / "params" / name for name in selection.load_rule().designs]
-    assert all(len(load_design(name).adapters) > 20 for name in names), "the whole pool until it is chosen"
+    assert all(len(load_design(name).adapters) > 20 for name in names), (
+        "planned as the whole pool until it is chosen"
+    )
     chosen, same = selection.select(SMOKE)
     assert not same and selection.load_selection(SMOKE)["adapter"].tolist() == chosen["adapter"].tolist()
     for name in names:
         design = load_design(name)
-        assert design.adapters == chosen["adapter"].tolist()
+        assert design.selected and design.adapters == chosen["adapter"].tolist()
         assert set(design.controls.fp32_adapters) <= set(chosen.query("role != 'random'")["adapter"])
     record = load_record(selection.record_path("smoke"), allow={"smoke"})
     fit = load_record(checkout / "results" / "smoke" / "phase3" / "record.json", allow={"smoke"})
@@ -178,6 +223,16 @@ def test_the_command_says_what_is_missing(cli, tmp_path: Path, monkeypatch: pyte
     done = cli("select-confirm", "--execute")
     assert done.returncode == 2 and "no predictor has been fitted" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_measured_before_its_adapters_are_chosen(cli, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("LORA_SPEC_RESULTS", str(tmp_path / "results"))
+    text = (ROOT / "params" / screen.DESIGN).read_text(encoding="utf-8")
+    design = tmp_path / "design.yaml"
+    design.write_text(text.replace("\nadapters: pool\n", "\nadapters: unselected\n"), encoding="utf-8")
+    done = cli("measure", design, "--execute")
+    assert done.returncode == 2 and "chosen first: lora-spec select-confirm --execute" in done.stderr
+    assert not (tmp_path / "results").exists()
 
 
 def test_a_design_without_a_list_of_adapters_is_refused() -> None:

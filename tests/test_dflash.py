@@ -441,10 +441,13 @@ def test_the_card_states_the_records_numbers(results: Path, monkeypatch: pytest.
         "sets": ["german", "python"],
         "evaluation": declared.model_dump(mode="json") | {"decodings": {"greedy": 0.0}},
     }
-    lossless = {"requests": 4, "identical": 3, "max_gap_nats": 0.12}
+    gaps = [{"request": 1, "position": 3, "gap_nats": 0.12}, {"request": 2, "position": 5, "gap_nats": 0.4}]
+    lossless = {"requests": 4, "identical": 2, "max_gap_nats": 0.4, "divergences": gaps}
+    lossless |= {"float32": {"asked": [2], "requests": 1, "identical": 1}}
     measured = record({"acceptance": acceptance, "lossless": lossless}, config)
     text = dflash_card.card_text(made, training, measured)
-    assert "| german | 5.00 [5.00, 5.00] |" in text and "3 of 4" in text and "0.12 nats" in text
+    assert "| german | 5.00 [5.00, 5.00] |" in text and "2 of 4" in text and "0.12 nats" in text
+    assert "1 of 1 gave the target's output" in " ".join(text.split())
     assert max(len(line) for line in text.splitlines() if line[:1] not in ("|", "-")) <= 110
 
 

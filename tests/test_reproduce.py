@@ -92,7 +92,8 @@ def test_the_reduced_design_serves_the_committed_requests_again() -> None:
     params = reproduce.load_reproduce_params()
     assert params.design == "phase2_screen.yaml"
     reduced = reproduce.reduced_design(full, NAMES, params)
-    assert reduced.indices("python", "t08") == full.indices("python", "t08")
+    assert reduced.indices("python", "t08") == full.indices("python", "t08")[: params.own_prompts]
+    assert params.own_prompts % full.engine.max_num_seqs == 0, "whole batches, as the committed ones began"
     assert reduced.requests("general") == 0
     for field in ("seed", "engine", "max_tokens", "target", "drafter", "num_speculative_tokens", "own"):
         assert getattr(reduced, field) == getattr(full, field)
@@ -116,6 +117,14 @@ def test_another_draw_of_the_same_effect_agrees_and_a_planted_shift_does_not() -
     errors = [label_table(t).set_index("adapter")["delta_alpha_se"] for t in (committed, live)]
     for name in NAMES:
         assert rows.loc[name, "allowed"] == pytest.approx(3.0 * math.hypot(*(e[name] for e in errors)))
+
+
+def test_fewer_prompts_are_compared_with_themselves() -> None:
+    committed = screen({NAMES[0]: -0.1})
+    live = committed[committed["prompt_index"] < 20]
+    row = compare_effects(committed, live, NAMES[:1], z=3.0).iloc[0]
+    assert row["difference"] == 0 and row["committed_se"] == row["live_se"]
+    assert (row["same_base"], row["same_adapted"]) == (1.0, 1.0)
 
 
 def test_changed_outputs_are_counted() -> None:

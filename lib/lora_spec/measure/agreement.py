@@ -14,6 +14,8 @@ from lora_spec.features import feature_names
 from lora_spec.measure.design import GENERAL
 from lora_spec.pool import AdapterHashes
 
+_PROMPT = ["prompt_set", "prompt_index"]
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -51,7 +53,7 @@ def compare_effects(committed: pd.DataFrame, live: pd.DataFrame, names: list[str
     """Live against committed Δα̂ (T = 0.8, own domain), both paired with their own base arm.
 
     Args:
-        committed, live: ``requests`` tables.
+        committed, live: ``requests`` tables; of the committed one, the prompts of the live one are compared.
         names: adapters to compare.
         z: combined standard errors that a difference may have.
 
@@ -66,10 +68,11 @@ def compare_effects(committed: pd.DataFrame, live: pd.DataFrame, names: list[str
             adapter or its base arm.
     """
     tables = [_primary(table, names) for table in (committed, live)]
+    tables[0] = tables[0].merge(tables[1][_PROMPT].drop_duplicates(), on=_PROMPT)
     labels = [label_table(table).set_index("adapter") for table in tables]
     rows = []
     for name in names:
-        for table, which in zip(labels, ("committed", "live"), strict=True):
+        for table, which in zip(reversed(labels), ("live", "committed"), strict=True):
             if name not in table.index:
                 raise EvidenceError(f"no {which} request of this adapter", where=name, code="no_requests")
         before, now = (table.loc[name] for table in labels)

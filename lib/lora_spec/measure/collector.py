@@ -135,7 +135,10 @@ class Collector:
 
     def problems(self, only: Sequence[str] = ()) -> list[str]:
         """What is wrong with the frozen inputs of the units to do, all or those named; no torch, no vLLM."""
-        return validate(self.inputs, [row.unit for row in self.plan(only) if row.state != "done"])
+        found = validate(self.inputs, [row.unit for row in self.plan(only) if row.state != "done"])
+        if not self.design.selected:
+            found.insert(0, "its adapters are to be chosen first: lora-spec select-confirm --execute")
+        return found
 
     def covers(self, unit: MeasureUnit, tables: Mapping[str, pd.DataFrame]) -> dict[str, list[str]]:
         """What the record of ``unit`` is about; its prompts are those in its tables."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from lora_spec.acceptance import PRIMARY_DECODING
 from lora_spec.params import StrictModel, load_params
@@ -21,6 +21,8 @@ GENERAL = "general"
 """Name of the prompt set that every adapter shares."""
 POOL = "pool"
 """Stands for every adapter of the pool in a design's ``adapters``."""
+UNSELECTED = "unselected"
+"""Stands for adapters that are still to be chosen: planned as the whole pool, and never measured."""
 
 
 class Decoding(StrictModel):
@@ -95,7 +97,8 @@ class Design(StrictModel):
         draft_sampling: how drafts are drawn at T > 0. vLLM's own default is ``greedy``; labels are of
             ``probabilistic`` drafts: a draft model's are drawn one after the other, DFlash's independently,
             each from the distribution of its mask position.
-        adapters: names of the pool, or ``pool`` for all of it.
+        adapters: names of the pool, ``pool`` for all of it, or ``unselected``.
+        selected: False while the adapters are ``unselected``; no part of :meth:`config`.
     """
 
     schema_: Literal["lora-spec-design/2"] = Field(alias="schema")
@@ -113,6 +116,7 @@ class Design(StrictModel):
     max_tokens: int = Field(ge=1, le=4096)
     decodings: dict[str, Decoding] = Field(min_length=1)
     adapters: list[str] = Field(min_length=1)
+    selected: bool = Field(default=True, exclude=True)
     own: PromptRange
     general: PromptRange
     overlap_temperature: float | None = Field(default=None, gt=0, le=2.0)
@@ -120,10 +124,13 @@ class Design(StrictModel):
     engine: EngineParams
     controls: Controls
 
-    @field_validator("adapters", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _resolved(cls, value: Any) -> Any:
-        return list(load_pool()) if value == POOL else value
+    def _resolved(cls, data: Any) -> Any:
+        named = data.get("adapters") if isinstance(data, dict) else None
+        if named not in (POOL, UNSELECTED):
+            return data
+        return data | {"adapters": list(load_pool()), "selected": named == POOL}
 
     @model_validator(mode="after")
     def _consistent(self) -> Design:

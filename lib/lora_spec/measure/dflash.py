@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from lora_spec.acceptance import pooled_rates
 from lora_spec.errors import EvidenceError, MissingTierError
 from lora_spec.measure.design import GENERAL, EngineParams, PromptRange
 from lora_spec.measure.engine import Completion, EngineSpec, Request
-from lora_spec.measure.lossless import losslessness
+from lora_spec.measure.lossless import losslessness, settle
 from lora_spec.measure.rows import request_rows
 from lora_spec.measure.session import Call, run_session
 from lora_spec.models import load_models
@@ -167,11 +168,16 @@ def evaluate_drafter(
     table = pd.concat(
         [_rows(evaluation, prompts, name, done) for name, done in completions.items()], ignore_index=True
     )
+
+    def in_float32(asked: list[int]) -> dict[str, Any]:
+        call = _call(evaluation, [prompts[n] for n in asked], greedy[0], logprobs=2)
+        exact = (replace(spec, dtype="float32") for spec in (plain, drafting))
+        return losslessness(*(run_session(spec, [call]).completions[0] for spec in exact), near_tie=0.0)
+
     results: dict[str, Any] = {"fixes": served.fixes, "acceptance": acceptance_rows(table, evaluation)}
     for name in greedy:
-        results["lossless"] = losslessness(
-            reference.completions[0], completions[name], evaluation.near_tie_nats
-        )
+        check = losslessness(reference.completions[0], completions[name], evaluation.near_tie_nats)
+        results["lossless"] = settle(check, in_float32)
         reached = results["acceptance"][name]["all"]["al_emitted"]
         results["goal_met"] = reached >= evaluation.goal_acceptance_length
     record = new_record(

@@ -16,6 +16,7 @@ from lora_spec.measure.dflash import (
     find_evaluation_problem,
     trained_drafter,
 )
+from lora_spec.measure.lossless import largest_near_tie
 from lora_spec.models import load_models
 from lora_spec.paths import rel
 from lora_spec.provenance import Record, load_record
@@ -147,10 +148,17 @@ def _acceptance(evaluated: Record | None) -> list[str]:
             _paragraph(
                 f"Greedy output is the target's own in {lossless['identical']} of {lossless['requests']}",
                 "requests. At the first difference of another, the target's two best tokens were at most",
-                f"{lossless['max_gap_nats']:.2f} nats apart.",
+                f"{largest_near_tie(lossless):.2f} nats apart{_in_float32(lossless)}.",
             )
         )
     return [*parts, "Speed against the target alone: `results/bench/dflash.json`."]
+
+
+def _in_float32(lossless: dict[str, Any]) -> str:
+    if (exact := lossless.get("float32")) is None:
+        return ""
+    same, asked = exact["identical"], exact["requests"]
+    return f"; those with larger gaps were asked again in float32: {same} of {asked} gave the target's output"
 
 
 def _use(params: DflashParams) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lora_spec.measure.engine import Completion
 
@@ -50,7 +51,7 @@ def is_near_tie(gap: float, limit: float) -> bool:
 
 def losslessness(
     plain: Sequence[Completion], speculative: Sequence[Completion], near_tie: float
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Summary for a record: how many outputs are identical, and the largest gap at a first divergence.
 
     ``lossless`` holds when every first divergence lies at a near-tie: a gap of at most ``near_tie`` nats.
@@ -67,3 +68,27 @@ def losslessness(
         ],
         "lossless": all(is_near_tie(gap, near_tie) for gap in gaps),
     }
+
+
+def settle(check: dict[str, Any], in_float32: Callable[[list[int]], dict[str, Any]]) -> dict[str, Any]:
+    """``check`` with what float32 says of the requests that diverge at more than a near-tie.
+
+    Some CPUs round a product otherwise when it has more rows, as a verification has: most differences it
+    makes are at near-ties, a few are not. A speculation that is lossy is so in float32 too.
+
+    Args:
+        check: from :func:`losslessness`.
+        in_float32: the check of some requests (by index), asked again in float32.
+    """
+    limit = check["near_tie_nats"]
+    asked = [d["request"] for d in check["divergences"] if not is_near_tie(d["gap_nats"], limit)]
+    if not asked:
+        return check
+    exact = in_float32(asked)
+    return check | {"float32": exact | {"asked": asked}, "lossless": exact["lossless"]}
+
+
+def largest_near_tie(check: Mapping[str, Any]) -> float:
+    """Largest gap at a first divergence of the requests that were not asked again in float32, nats."""
+    asked = set(check.get("float32", {}).get("asked", ()))
+    return max((d["gap_nats"] for d in check["divergences"] if d["request"] not in asked), default=0.0)

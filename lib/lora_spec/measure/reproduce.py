@@ -52,6 +52,7 @@ class ReproduceParams(StrictModel):
         seed: decides which adapters.
         z: largest difference of two effects, in units of their combined standard error.
         feature_tolerance: largest relative difference of whole-adapter features between kinds of CPU.
+        own_prompts: own prompts of each arm at T = 0.8, the first of the design's.
         greedy_prompts: own prompts for the losslessness and first-token checks.
         controls: limits that replace the design's.
     """
@@ -61,6 +62,7 @@ class ReproduceParams(StrictModel):
     seed: int
     z: float = Field(gt=0)
     feature_tolerance: float = Field(gt=0, lt=1)
+    own_prompts: int = Field(ge=2)
     greedy_prompts: int = Field(ge=1)
     controls: ReducedControls
 
@@ -96,13 +98,14 @@ def choose(recipes: Mapping[str, Recipe], measured: Collection[str], count: int,
 
 
 def reduced_design(design: Design, names: list[str], params: ReproduceParams) -> Design:
-    """``design`` for ``names`` alone: the primary depth, T = 0.8 and own prompts, with reduced controls.
+    """``design`` for ``names`` alone: the primary depth, T = 0.8, the first own prompts, reduced controls.
 
-    Seeds, prompts, depth and engine stay, so on an equal CPU every compared request has the same tokens.
+    Seeds, depth and engine stay, so on an equal CPU nearly every compared request has the same tokens; all
+    would, were the batches the same to their end.
     """
     config = design.config()
     decodings = {
-        PRIMARY_DECODING: config["decodings"][PRIMARY_DECODING] | {"general": 0},
+        PRIMARY_DECODING: config["decodings"][PRIMARY_DECODING] | {"own": params.own_prompts, "general": 0},
         design.greedy: config["decodings"][design.greedy] | {"own": params.greedy_prompts, "general": 0},
     }
     controls = config["controls"] | params.controls.model_dump() | {"fp32_adapters": names[:1]}

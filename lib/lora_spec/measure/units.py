@@ -14,7 +14,7 @@ from lora_spec.errors import EngineError, LoraSpecError
 from lora_spec.measure.design import Design, MeasureUnit
 from lora_spec.measure.engine import Completion, EngineSpec, Request, lora_slot_rank
 from lora_spec.measure.inputs import AdapterInput, Inputs
-from lora_spec.measure.lossless import is_near_tie, losslessness
+from lora_spec.measure.lossless import losslessness, settle
 from lora_spec.measure.precision import EarlyStop
 from lora_spec.measure.rows import request_rows
 from lora_spec.measure.session import Call, run_session
@@ -198,18 +198,13 @@ class ArmRunner:
     def settled(
         self, adapter: AdapterInput | None, prompt_set: str, k: int, check: dict[str, Any]
     ) -> dict[str, Any]:
-        """``check`` with what float32 says of the requests that diverge at more than a near-tie.
-
-        Some CPUs round a product otherwise when it has more rows, as a verification has: most differences it
-        makes are at near-ties, a few are not. A speculation that is lossy is so in float32 too.
-        """
-        limit = self.design.controls.near_tie_nats
-        asked = [d["request"] for d in check["divergences"] if not is_near_tie(d["gap_nats"], limit)]
-        if not asked:
-            return check
+        """``check``, with larger gaps than near-ties settled by :func:`lossless.settle`."""
         indices = self.design.indices(prompt_set, self.greedy)
-        exact, _ = self.lossless_in_float32(adapter, prompt_set, [indices[request] for request in asked], k)
-        return check | {"float32": exact | {"asked": asked}, "lossless": exact["lossless"]}
+
+        def in_float32(asked: list[int]) -> dict[str, Any]:
+            return self.lossless_in_float32(adapter, prompt_set, [indices[n] for n in asked], k)[0]
+
+        return settle(check, in_float32)
 
     def _stop(self, base: pd.DataFrame | None, primary: tuple[str, str], indices: Sequence[int]) -> EarlyStop:
         if base is None or self.design.precision is None:

@@ -11,6 +11,7 @@ import pandas as pd
 from lora_spec.acceptance.labels import PRIMARY_DECODING
 from lora_spec.errors import EvidenceError
 from lora_spec.measure.design import GENERAL, load_design
+from lora_spec.measure.lossless import largest_near_tie
 from lora_spec.outputs import Stamp
 from lora_spec.paths import results_dir
 from lora_spec.phases.parameters import NotebookParameters
@@ -259,7 +260,7 @@ def _greedy_lossless(records: Mapping[str, Record]) -> list[Row]:
     if not checks:
         return []
     identical, total = (sum(check[key] for _, check in checks) for key in ("identical", "requests"))
-    unit, gap = max(((unit, _largest_near_tie(check)) for unit, check in checks), key=lambda item: item[1])
+    unit, gap = max(((unit, largest_near_tie(check)) for unit, check in checks), key=lambda item: item[1])
     passed = all(check["lossless"] for _, check in checks)
     limit = max(check["near_tie_nats"] for _, check in checks)
     rows: list[Row] = [
@@ -271,12 +272,6 @@ def _greedy_lossless(records: Mapping[str, Record]) -> list[Row]:
         where = f"{asked} requests with larger gaps"
         rows.append(("identical in float32", where, same / asked, 1.0, 0.0, same == asked))
     return rows
-
-
-def _largest_near_tie(check: Mapping[str, Any]) -> float:
-    """Largest gap at a first divergence of the requests that were not asked again in float32."""
-    asked = set(check.get("float32", {}).get("asked", ()))
-    return max((d["gap_nats"] for d in check["divergences"] if d["request"] not in asked), default=0.0)
 
 
 def _applied(records: Mapping[str, Record]) -> list[Row]:

@@ -72,7 +72,8 @@ def load_first_look(parameters: NotebookParameters) -> FirstLook | None:
     if not file.is_file() or sha256_file(file) != record.results["predictor_sha256"]:
         raise EvidenceError("the predictor is not its record's", where=rel(file), fix="fit it again")
     metrics = record.results["metrics"]
-    table = load_table(path, TABLE).rename(columns={"elasticnet": "predicted"})
+    table = load_table(path, TABLE)
+    table["predicted"] = table["elasticnet"]
     errors = [
         {
             "model": label,

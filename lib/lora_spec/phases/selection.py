@@ -21,8 +21,8 @@ from lora_spec.params import StrictModel, load_params
 from lora_spec.paths import params_dir, rel, results_dir
 from lora_spec.phases.evidence import PhaseEvidence, domain_families, load_phase
 from lora_spec.phases.parameters import NotebookParameters
+from lora_spec.phases.predictor import MODELS, load_first_look
 from lora_spec.phases.predictor import RECORD as FIT_RECORD
-from lora_spec.phases.predictor import load_first_look
 from lora_spec.pool import without_update
 from lora_spec.provenance import EvidenceClass, load_record, load_table, new_record, write_record
 
@@ -33,12 +33,16 @@ TABLE = "adapters"
 ROLES = {"lowest": "lowest predicted", "highest": "highest predicted", "random": "random"}
 """Why an adapter was chosen: key in the tables to what readers see."""
 HEADERS = {"adapter": "adapter", "domain": "domain", "role": "chosen as", "predicted": "predicted Δα̂"}
+_SAME = 1e-9
+"""Predictions that differ by less are one: coefficients of zero leave rounding behind."""
 
 
 class ConfirmRule(StrictModel):
     """``params/confirm.yaml``.
 
     Attributes:
+        ranked_by: models of ``phases.predictor.MODELS`` in order of preference; see :func:`rank`.
+        moved_share: share of the adapters that a model must tell from the mean of the others to be used.
         extremes: adapters on each side.
         per_domain: at most so many of a domain on each side.
         random: adapters drawn from the rest.
@@ -47,6 +51,8 @@ class ConfirmRule(StrictModel):
     """
 
     schema_: Literal["lora-spec-confirm/1"] = Field(alias="schema")
+    ranked_by: Annotated[tuple[Literal["elasticnet", "norm_log", "norm_linear"], ...], Field(min_length=1)]
+    moved_share: Annotated[float, Field(gt=0, le=1)]
     extremes: PositiveInt
     per_domain: PositiveInt
     random: PositiveInt
@@ -59,23 +65,55 @@ def load_rule() -> ConfirmRule:
     return load_params(ConfirmRule, PARAMS_FILE)
 
 
+def rank(out_of_fold: pd.DataFrame, rule: ConfirmRule) -> pd.DataFrame:
+    """The predictions to choose by, free of the adapters' own labels.
+
+    A prediction for a left-out domain holds the mean label of the other domains, which falls as the own
+    labels rise. By itself it would rank adapters by their own labels, upside down, so it is taken off and the
+    mean of all put in its place: what remains to tell adapters apart comes from their weights.
+
+    Args:
+        out_of_fold: of a fit: adapter, domain, delta_alpha, constant and a column for each model.
+        rule: names the models; the first that leaves ``constant`` for ``moved_share`` of the adapters is
+            used.
+
+    Returns:
+        Columns adapter, domain, predicted, ranked_by (the model).
+
+    Raises:
+        EvidenceError: no model tells enough adapters apart (code ``no_ranking``).
+    """
+    for model in rule.ranked_by:
+        moved = out_of_fold[model] - out_of_fold["constant"]
+        if float((moved.abs() > _SAME).mean()) >= rule.moved_share:
+            predicted = moved + out_of_fold["delta_alpha"].mean()
+            return out_of_fold[["adapter", "domain"]].assign(predicted=predicted, ranked_by=model)
+    raise EvidenceError(
+        f"none of {', '.join(rule.ranked_by)} tells {rule.moved_share:.0%} of the adapters from the mean",
+        fix="screen more adapters, then `lora-spec fit --execute`",
+        code="no_ranking",
+    )
+
+
 def choose(predictions: pd.DataFrame, rule: ConfirmRule, excluded: Collection[str] = ()) -> pd.DataFrame:
     """Apply the rule; the order of the rows does not matter.
 
     Args:
-        predictions: columns adapter, domain, predicted; one row an adapter.
+        predictions: from :func:`rank`; one row an adapter.
         rule: what to choose.
         excluded: adapters that may not be chosen.
 
     Returns:
-        Columns adapter, domain, predicted, role (of :data:`ROLES`): lowest first, then highest, then random.
+        Columns adapter, domain, predicted, ranked_by, role (of :data:`ROLES`): lowest first, then highest,
+        then random.
 
     Raises:
         EvidenceError: a prediction that is not finite, an adapter given twice, or too few adapters (code
             ``too_few_adapters``).
     """
     table = predictions[~predictions["adapter"].isin(list(excluded))]
-    table = table.sort_values(["predicted", "adapter"], ignore_index=True)[["adapter", "domain", "predicted"]]
+    table = table.sort_values(["predicted", "adapter"], ignore_index=True)
+    table = table[["adapter", "domain", "predicted", "ranked_by"]]
     if table["adapter"].duplicated().any() or not table["predicted"].map(_finite).all():
         raise EvidenceError("an adapter has two predictions, or one that is not finite", code="predictions")
     rows: list[tuple[int, str]] = []
@@ -141,9 +179,9 @@ def selection_sentence(selection: pd.DataFrame | None) -> str:
     distinct = selection["predicted"].nunique()
     return (
         f"{len(selection)} adapters of {selection['domain'].nunique()} domains were chosen by the rule of "
-        f"params/{PARAMS_FILE} before they were measured under these drafters: {listed}. Their predictions, "
-        f"{distinct} distinct ones, run from {selection['predicted'].min():+.3f} to "
-        f"{selection['predicted'].max():+.3f}."
+        f"params/{PARAMS_FILE} before they were measured under these drafters: {listed}. Their predictions "
+        f"({MODELS[selection['ranked_by'].iloc[0]]}, with one mean for all domains), {distinct} distinct "
+        f"ones, run from {selection['predicted'].min():+.3f} to {selection['predicted'].max():+.3f}."
     )
 
 
@@ -169,7 +207,8 @@ def plan_selection(parameters: NotebookParameters) -> tuple[pd.DataFrame, dict[s
         "predictor": fit.results["predictor_sha256"],
         "records": fit.revisions["records"],
     }
-    return choose(look.out_of_fold, load_rule(), without_update()), revisions
+    rule = load_rule()
+    return choose(rank(look.out_of_fold, rule), rule, without_update()), revisions
 
 
 def _records_sha256(screen: PhaseEvidence) -> str:

@@ -108,7 +108,7 @@ def plan_fit(
 
 
 def run_fit(inputs: FitInputs) -> FitOutcome:
-    """Compute missing features, fit, and write; an unchanged predictor leaves its record alone.
+    """Compute missing features, fit, and write; an unchanged predictor of equal records leaves its own alone.
 
     Raises:
         EvidenceError: features that do not belong to the measured adapters, or too few domains.
@@ -138,10 +138,14 @@ def run_fit(inputs: FitInputs) -> FitOutcome:
             evidence_class=inputs.evidence_class,
         )
     path = predictor_path(directory, params.mode)
-    before = _recorded_sha256(directory, inputs.evidence_class)
+    before = _recorded(directory, inputs.evidence_class)
     save_predictor(path, fit.predictor)
-    unchanged = sha256_file(path) == before
-    if not unchanged:
+    revisions = {
+        "adapters": dict(inputs.content_hashes),
+        "records": canonical_sha256({n: r.record_sha256 for n, r in inputs.records.items()}),
+    }
+    unchanged = before is not None and before.results.get("predictor_sha256") == sha256_file(path)
+    if not (unchanged and before.revisions == revisions):
         record = new_record(
             experiment="phase3_fit",
             tier=inputs.tier,
@@ -149,10 +153,7 @@ def run_fit(inputs: FitInputs) -> FitOutcome:
             evidence_class=inputs.evidence_class,
             config={"predictor": params.model_dump(mode="json", by_alias=True)},
             seed=params.seed,
-            revisions={
-                "adapters": dict(inputs.content_hashes),
-                "records": canonical_sha256({n: r.record_sha256 for n, r in inputs.records.items()}),
-            },
+            revisions=revisions,
             covers={
                 "adapters": list(inputs.content_hashes.values()),
                 "domains": sorted(set(inputs.labels["domain"])),
@@ -168,10 +169,10 @@ def run_fit(inputs: FitInputs) -> FitOutcome:
     return FitOutcome(fit.predictor, path, unchanged)
 
 
-def _recorded_sha256(directory: Path, evidence_class: EvidenceClass) -> str | None:
-    """Hash of the predictor that a whole record here stands for; None after a fit that did not end."""
+def _recorded(directory: Path, evidence_class: EvidenceClass) -> Record | None:
+    """The whole record here; None where there is none, and after a fit that did not end."""
     try:
-        return load_record(directory / FIT_RECORD, allow=(evidence_class,)).results.get("predictor_sha256")
+        return load_record(directory / FIT_RECORD, allow=(evidence_class,))
     except EvidenceError:
         return None
 

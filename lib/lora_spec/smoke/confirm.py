@@ -10,7 +10,6 @@ from lora_spec.measure.design import load_design
 from lora_spec.phases import healing, selection
 from lora_spec.phases.parameters import NotebookParameters
 from lora_spec.pool import without_update
-from lora_spec.predictor.fit import MODEL
 from lora_spec.predictor.run import FIT_RECORD, OUT_OF_FOLD
 from lora_spec.provenance import EvidenceClass, load_table, new_record, write_record
 from lora_spec.smoke import draws
@@ -24,8 +23,8 @@ def write_confirm(results: Path) -> list[Path]:
     """Choose from the predictions in ``results``, and write records of that choice under other drafters."""
     folder, rule = results / draws.TIER, selection.load_rule()
     smoke = NotebookParameters(tier=draws.TIER, evidence_class=EvidenceClass.SMOKE.value)
-    predictions = load_table(folder / "phase3" / FIT_RECORD, OUT_OF_FOLD).rename(columns={MODEL: "predicted"})
-    chosen = selection.choose(predictions, rule, without_update())
+    predictions = load_table(folder / "phase3" / FIT_RECORD, OUT_OF_FOLD)
+    chosen = selection.choose(selection.rank(predictions, rule), rule, without_update())
     path = folder / "phase2" / selection.RECORD
     selection.write_selection(path, chosen, rule, {}, smoke)
     written = [path, _write_healing(folder / "phase2", sorted(set(predictions["domain"])))]
