@@ -93,9 +93,9 @@ test: $(ANALYSIS)/.stamp ## Lint, unit tests and stored notebooks (no torch, no 
 	LORA_SPEC_FIGURES=$(CURDIR)/build/test/figures $(ANALYSIS)/bin/pytest -q --nbval-lax \
 	  --nbval-sanitize-with tests/nbval_sanitize.cfg $(NOTEBOOKS:%=notebooks/%.ipynb)
 
-# A module's tests share engines: they stay in one process.
+# A module's tests share engines: they stay in one process. In their order, the longest modules do not come last.
 test-vllm: $(CPU)/.stamp pocket ## Tests that need torch or vLLM (cpu tier)
-	$(CPU)/bin/pytest -q -n $(JOBS) --dist loadfile -m 'vllm or torch'
+	$(CPU)/bin/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'vllm or torch'
 
 # ---------------------------------------------------------------- the pocket tier, live
 .PHONY: cpu pocket corpora adapters dflash heal compose measure score fit select-confirm demo bench
